@@ -1,0 +1,334 @@
+"""Configuration: TOML read into documented, frozen dataclasses.
+
+Used by every room through `EngineConfig`, and by the main job, which reads its own sections with the same
+`build`. Unknown keys, wrong types and wrong units are `ConfigError`s that name the key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from offload_engine.errors import ConfigError
+
+__all__ = [
+    "EngineConfig",
+    "LinksConfig",
+    "ThreadsConfig",
+    "apply_overrides",
+    "build",
+    "format_bytes",
+    "parse_bytes",
+    "read_toml",
+]
+
+T = TypeVar("T")
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_bytes(value: int | str, where: str = "value") -> int:
+    """Return a number of bytes from an int or from text such as "6GiB", "512 MiB", "1.5GB".
+
+    Raises:
+        ConfigError: the text is not a number with a unit of `_UNITS`, or the size is not positive.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"{where} is {value!r}; a size in bytes is needed: an integer, or text such as '6GiB'.")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(value))
+        if match is None:
+            raise ConfigError(
+                f"{where} is {value!r}; a size needs a number and a unit, for example '6GiB', '512MiB' or '1.5GB'."
+            )
+        number, unit = match.groups()
+        factor = _UNITS.get(unit.lower())
+        if factor is None:
+            raise ConfigError(
+                f"{where} is {value!r}: unknown unit {unit!r}. "
+                f"Units: B, KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)."
+            )
+        size = int(float(number) * factor)
+    if size <= 0:
+        raise ConfigError(f"{where} is {value!r}; a size must be above zero.")
+    return size
+
+
+def format_bytes(size: int | float) -> str:
+    """Return bytes as short text in powers of 1024, for messages: 1536 -> '1.5 KiB'."""
+    sign = "-" if size < 0 else ""
+    number = float(abs(size))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{sign}{int(number)} B" if unit == "B" else f"{sign}{number:.1f} {unit}"
+        number /= 1024
+    return f"{sign}{number:.1f} TiB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThreadsConfig:
+    """How the cores are split. 0 means: chosen from affinity and cgroup quota; every run logs the split."""
+
+    compute: int = 0
+    """Intra-op threads of torch. 0 leaves torch's own setting as it is."""
+    update: int = 0
+    """Threads of the CPU optimizer's pool. 0: all usable cores."""
+    copies: int = 0
+    """Threads of each emulated copy lane's pool. 0: one thread per lane."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ConfigError(
+                    f"threads.{field.name} is {getattr(self, field.name)}; it must be 0 (automatic) or more."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """Rates of the emulated links, in 1e9 bytes per second. 0 leaves a link at the speed of memory."""
+
+    h2d_gbps: float = 0.0
+    """Host to device. Has no effect on a real accelerator."""
+    d2h_gbps: float = 0.0
+    """Device to host. Has no effect on a real accelerator."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rate = getattr(self, field.name)
+            if not (rate >= 0 and math.isfinite(rate)):
+                raise ConfigError(
+                    f"links.{field.name} is {rate}; it must be 0 (unlimited) or a positive number of GB/s."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that can be set about one `OffloadEngine`. All sizes take bytes or text such as '6GiB'."""
+
+    device: Literal["auto", "accelerator", "emulated"] = "auto"
+    """Where compute runs. "auto": the accelerator when torch sees one, else the emulated device."""
+    device_memory: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Device budget. None: 90 % of the accelerator's free memory; unlimited on the emulated device."""
+    host_memory: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master."""
+    cast_inputs: bool = True
+    """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
+    bucket_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Largest bucket, in working-copy bytes; one module's own parameters are never split.
+    None: a sixteenth of the device budget, between 64 KiB and 64 MiB."""
+    lookahead_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Bytes of buckets fetched ahead of use. None: two of the largest buckets. 1 effectively turns prefetch off."""
+    keep_resident: bool = False
+    """Keep every bucket's working copy on the device between micro-batches instead of evicting it after backward."""
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm to this in `step()`. None: no clipping."""
+    update_timing: Literal["under_forward", "serial"] = "under_forward"
+    """"under_forward": `step()` returns at once and the next forward waits per bucket. "serial": `step()` waits."""
+    kernels: Literal["auto", "native", "numba"] = "auto"
+    """CPU kernels. "auto" needs the native extension; "numba" is the explicit fallback without a compiler."""
+    isa: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+    """Instruction set of the native kernels. All give the same bits."""
+    memory_ledger: bool = True
+    """Emulated device: count every storage that operators and autograd produce, and enforce the budget on it.
+    False counts and caps the engine's own buffers only, and costs nothing per operator."""
+    timeline: bool = True
+    """Record the timeline."""
+    timeline_events: int = 200_000
+    """Size of the timeline's ring buffer; totals are kept beyond it."""
+    threads: ThreadsConfig = dataclasses.field(default_factory=ThreadsConfig)
+    """Split of the cores."""
+    links: LinksConfig = dataclasses.field(default_factory=LinksConfig)
+    """Rates of the emulated links."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("bytes") and value is not None:
+                object.__setattr__(self, field.name, parse_bytes(value, field.name))
+            choices = _literal_choices(field.type)
+            if choices and value not in choices:
+                raise ConfigError(_bad_choice(field.name, value, choices))
+        for name, kind in (("threads", ThreadsConfig), ("links", LinksConfig)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, build(kind, value, name))
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"max_grad_norm is {self.max_grad_norm}; it must be above zero, or None for no clipping."
+            )
+        if self.timeline_events < 1000:
+            raise ConfigError(f"timeline_events is {self.timeline_events}; the ring needs at least 1000.")
+
+
+def _literal_choices(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, str):
+        match = re.fullmatch(r"Literal\[(.*)\]", annotation)
+        return tuple(part.strip().strip("\"'") for part in match.group(1).split(",")) if match else ()
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    valid = sorted(valid)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    listing = ", ".join(valid)
+    return f"Did you mean {close[0]!r}? Valid: {listing}." if close else f"Valid: {listing}."
+
+
+def _bad_choice(where: str, value: Any, choices: Iterable[Any]) -> str:
+    return f"{where} is {value!r}. {_nearest(str(value), map(str, choices))}"
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, is not readable, or is not TOML (the message has line and column).
+    """
+    file = Path(path)
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        hint = f" Files there: {', '.join(near)}." if near else ""
+        raise ConfigError(f"config file {str(file)!r} does not exist.{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(file)!r} cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}.") from None
+
+
+def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of `mapping` with each "a.b=value" set. A value that is not TOML is taken as text.
+
+    Raises:
+        ConfigError: an override has no "=", an empty key part, or walks through a value that is not a table.
+    """
+    result: dict[str, Any] = _copy_tables(mapping)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not separator or not all(parts):
+            raise ConfigError(f"override {override!r} is not of the form section.key=value.")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        table = result
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"override {override!r}: {part!r} is a value, not a section.")
+        table[parts[-1]] = value
+    return result
+
+
+def _copy_tables(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy_tables(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
+
+
+def build(cls: type[T], mapping: Mapping[str, Any], where: str = "engine") -> T:
+    """Make the frozen dataclass `cls` from a mapping, strictly.
+
+    Args:
+        where: name of the section, put before each key in messages.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, unit or range, or a needed key is missing.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{where} is {mapping!r}; a section with keys is needed.")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key '{where}.{key}'. {_nearest(key, fields)}")
+        values[key] = _convert(hints[key], value, f"{where}.{key}", bool(fields[key].metadata.get("bytes")))
+    for name, field in fields.items():
+        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if no_default and name not in values:
+            raise ConfigError(f"'{where}.{name}' is missing; it has no default.")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _convert(annotation: Any, value: Any, where: str, is_bytes: bool) -> Any:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(annotation)
+        if value is None and type(None) in options:
+            return None
+        if isinstance(value, str) and value.lower() == "none" and type(None) in options:
+            return None  # TOML has no null: key = "none" says it
+        inner = [option for option in options if option is not type(None)]
+        if is_bytes:
+            return parse_bytes(value, where)
+        for option in inner[:-1]:
+            try:
+                return _convert(option, value, where, is_bytes)
+            except ConfigError:
+                continue
+        return _convert(inner[-1], value, where, is_bytes)
+    if is_bytes:
+        return parse_bytes(value, where)
+    if origin is Literal:
+        choices = typing.get_args(annotation)
+        if value not in choices:
+            raise ConfigError(_bad_choice(where, value, choices))
+        return value
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return value if isinstance(value, annotation) else build(annotation, value, where)
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} is {value!r}; a list is needed.")
+        item_types = typing.get_args(annotation)
+        fixed = origin is tuple and item_types[-1:] != (Ellipsis,)
+        if fixed and len(item_types) != len(value):
+            raise ConfigError(f"{where} is {value!r}; it needs exactly {len(item_types)} values.")
+        converted = [
+            _convert(item_types[i if fixed else 0], item, f"{where}[{i}]", False) for i, item in enumerate(value)
+        ]
+        return tuple(converted) if origin is tuple else converted
+    return _convert_scalar(annotation, value, where)
+
+
+def _convert_scalar(annotation: Any, value: Any, where: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is float and is_number:
+        return float(value)
+    if annotation is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if annotation is int and is_number and isinstance(value, int):
+        return value
+    if annotation in (bool, str, dict) and isinstance(value, annotation):
+        return value
+    if annotation is Any:
+        return value
+    name = getattr(annotation, "__name__", str(annotation))
+    raise ConfigError(f"{where} is {value!r} ({type(value).__name__}); {name} is needed.")
