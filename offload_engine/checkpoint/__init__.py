@@ -1,0 +1,1 @@
+"""Checkpoints: the file format here; saving and loading of an engine's state stand on it."""
