@@ -116,7 +116,7 @@ def _write_tensor(
         )
     if tensor.numel():
         flat = tensor.detach().cpu().contiguous().view(-1)
-        file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.write(flat.view(torch.uint8).numpy().data)
 
 
 class TensorFile:
@@ -132,7 +132,8 @@ class TensorFile:
                 f"there is no file '{path}'; the checkpoint is incomplete. Load an older one."
             )
         try:
-            self._file: Any = safetensors.safe_open(self.path, framework="pt", device="cpu").__enter__()
+            opened: Any = safetensors.safe_open(self.path, framework="pt", device="cpu")
+            self._file: Any = opened.__enter__()
             self._names = frozenset(self._file.keys())
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(self.path, error) from error
