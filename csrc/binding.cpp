@@ -1,0 +1,276 @@
+// The Python module offload_engine.kernels._native: checks arguments under the interpreter lock and submits jobs.
+// Contract: kernels/__init__.py, `Lane` and `Event`; types: kernels/_native.pyi.
+#include "dispatch.h"
+#include "tensors.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace py = pybind11;
+
+namespace offload {
+namespace {
+
+using EventPtr = std::shared_ptr<Event>;
+
+constexpr Dtype kFloat32 = Dtype::kFloat32, kBFloat16 = Dtype::kBFloat16, kFloat16 = Dtype::kFloat16;
+constexpr int64_t kSliceNs = 50'000'000;  // how often a wait looks for Ctrl-C
+
+// Calls step(ns) without the interpreter lock until it returns true or the time is over; Ctrl-C ends it by an exception.
+template <class Step>
+bool wait_in_slices(std::optional<double> timeout_s, Step step) {
+  const int64_t deadline = timeout_s ? now_ns() + int64_t(std::min(*timeout_s, 1e9) * 1e9) : INT64_MAX;
+  while (true) {
+    const int64_t left = deadline == INT64_MAX ? kSliceNs : std::max<int64_t>(0, deadline - now_ns());
+    bool ended;
+    {
+      py::gil_scoped_release unlocked;
+      ended = step(std::min(left, kSliceNs));
+    }
+    if (ended) return true;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (left <= kSliceNs && deadline != INT64_MAX) return false;
+  }
+}
+
+bool wait(Event& event, std::optional<double> timeout_s) {
+  const bool ended = event.done() || wait_in_slices(timeout_s, [&](int64_t ns) { return event.wait_for(ns); });
+  free_retired();
+  if (event.state() == Event::State::kFailed) throw UsageError(event.message());
+  return ended;
+}
+
+void manual_only(const Event& event) {
+  if (!event.manual) throw UsageError("this event belongs to a lane's job, which ends it. Use Event.manual() for one to signal.");
+}
+
+class PyLane {
+ public:
+  PyLane(std::string name, double gbps, std::shared_ptr<Pool> pool, const std::string& isa)
+      : pid_(getpid()), kernels_(find_kernels(isa)), lane_(std::make_unique<Lane>(check(name, gbps, kernels_, isa), gbps, pool, retire)), pool_(pool) {}
+  ~PyLane() {
+    if (getpid() != pid_) (void)lane_.release();  // a forked child has no such thread to stop
+  }
+
+  const std::string& name() const { return lane_->name(); }
+
+  EventPtr copy(const py::sequence& dsts, const py::sequence& srcs, const py::iterable& after) {
+    Tensors tensors("copy");
+    if (dsts.size() != srcs.size())
+      tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources", "Pass pairs.");
+    std::vector<CopySpan> spans;
+    size_t nbytes = 0;
+    for (size_t i = 0; i < dsts.size(); ++i) {
+      spans.push_back(tensors.pair(dsts[i], srcs[i]));
+      nbytes += spans.back().nbytes;
+    }
+    return submit(tensors, nbytes, after, [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
+  }
+
+  EventPtr convert(py::handle dst, py::handle src, const py::iterable& after) {
+    Tensors tensors("convert");
+    const Array to = tensors.floats(dst, "dst", {kFloat32, kBFloat16, kFloat16});
+    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    tensors.expect_numel(from, "src", to.numel);
+    return submit(tensors, to.numel * (itemsize(to.dtype) + itemsize(from.dtype)), after,
+                  [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_convert(*kernels, pool.get(), to, from); });
+  }
+
+  EventPtr accumulate(py::handle acc, py::handle src, const py::iterable& after) {
+    Tensors tensors("accumulate");
+    const Array to = tensors.floats(acc, "acc_fp32", {kFloat32});
+    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    tensors.expect_numel(from, "src", to.numel);
+    return submit(tensors, to.numel * (8 + itemsize(from.dtype)), after,
+                  [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_accumulate(*kernels, pool.get(), to, from); });
+  }
+
+  EventPtr square_sums(py::handle src, const py::sequence& spans, py::handle out, const py::iterable& after) {
+    Tensors tensors("square_sums");
+    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    std::vector<Span> parsed;
+    size_t numel = 0, blocks = 0;
+    for (py::handle span : spans) {
+      const auto [offset, n] = span.cast<std::pair<int64_t, int64_t>>();
+      check_range(tensors, "span", offset, n, from.numel);
+      parsed.push_back({size_t(offset), size_t(n)});
+      numel += size_t(n);
+      blocks += (size_t(n) + kNormBlock - 1) / kNormBlock;
+    }
+    double* const sums = tensors.doubles(out, "out_f64", blocks);
+    return submit(tensors, numel * itemsize(from.dtype), after,
+                  [kernels = kernels_, pool = pool_, from, parsed, sums](Throttle&) { run_square_sums(*kernels, pool.get(), from, parsed, sums); });
+  }
+
+  EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
+                const py::sequence& segments, double grad_scale, const py::iterable& after) {
+    return update(kernels_->adam, "adam", master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
+  }
+
+  EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
+                      const py::sequence& segments, double grad_scale, const py::iterable& after) {
+    return update(kernels_->adam_bytes, "adam_bytes", master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
+  }
+
+  void close() {
+    if (getpid() != pid_) return;
+    lane_->close();
+    const auto ended = [&](int64_t ns) { return lane_->wait_ended(ns); };
+    try {
+      wait_in_slices({}, ended);
+    } catch (py::error_already_set&) {  // Ctrl-C: what has not started fails, then it is passed on
+      lane_->abandon();
+      py::gil_scoped_release unlocked;
+      lane_->wait_ended(INT64_MAX / 2);
+      throw;
+    }
+    free_retired();
+  }
+
+ private:
+  static std::string check(const std::string& name, double gbps, const Kernels* kernels, const std::string& isa) {
+    if (!kernels) throw UsageError("lane '" + name + "': isa '" + isa + "' is not available. See offload_engine.kernels.available_isas().");
+    if (!(gbps >= 0) || std::isinf(gbps)) throw UsageError("lane '" + name + "': gbps is " + std::to_string(gbps) + ". It must be 0 (no limit) or positive.");
+    return name;
+  }
+
+  static void check_range(const Tensors& tensors, const char* what, int64_t offset, int64_t n, size_t numel) {
+    if (offset < 0 || n < 0 || size_t(offset) > numel || size_t(n) > numel - size_t(offset))
+      tensors.refuse(std::string(what) + " [" + std::to_string(offset) + ", +" + std::to_string(n) + ") leaves the tensor's " + std::to_string(numel) + " elements",
+                     "Offsets and sizes are in elements.");
+  }
+
+  static std::vector<AdamSegment> parse(const Tensors& tensors, const py::sequence& segments, size_t numel) {
+    std::vector<AdamSegment> parsed;
+    for (py::handle item : segments) {
+      const auto s = py::reinterpret_borrow<py::sequence>(item);
+      if (!PyTuple_Check(item.ptr()) || s.size() != 10) tensors.refuse("a segment is not an AdamSegment", "Pass kernels.AdamSegment tuples.");
+      const auto offset = s[0].cast<int64_t>(), n = s[1].cast<int64_t>();
+      check_range(tensors, "segment", offset, n, numel);
+      const AdamSegment one{size_t(offset),         size_t(n),           s[2].cast<double>(),  s[3].cast<double>(), s[4].cast<double>(),
+                            s[5].cast<double>(),    s[6].cast<double>(), s[7].cast<int64_t>(), s[8].cast<bool>(),   s[9].cast<bool>()};
+      if (one.step < 1) tensors.refuse("step is " + std::to_string(one.step), "It counts this step: 1 for the first.");
+      if (!(one.beta1 >= 0 && one.beta1 < 1 && one.beta2 >= 0 && one.beta2 < 1))
+        tensors.refuse("betas are " + std::to_string(one.beta1) + ", " + std::to_string(one.beta2), "They must be in [0, 1).");
+      parsed.push_back(one);
+    }
+    std::sort(parsed.begin(), parsed.end(), [](const AdamSegment& a, const AdamSegment& b) { return a.offset_numel < b.offset_numel; });
+    for (size_t i = 1; i < parsed.size(); ++i)
+      if (parsed[i - 1].offset_numel + parsed[i - 1].numel > parsed[i].offset_numel)
+        tensors.refuse("two segments overlap at element " + std::to_string(parsed[i].offset_numel), "Each element is updated once.");
+    return parsed;
+  }
+
+  EventPtr update(void (*kernel)(const AdamRun&), const char* name, py::handle master, py::handle exp_avg, py::handle exp_avg_sq,
+                  py::handle grad, py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after) {
+    Tensors tensors(name);
+    AdamArrays arrays;
+    arrays.master = tensors.floats(master, "master", {kFloat32});
+    arrays.exp_avg = tensors.floats(exp_avg, "exp_avg", {kFloat32});
+    arrays.exp_avg_sq = tensors.floats(exp_avg_sq, "exp_avg_sq", {kFloat32});
+    arrays.grad = tensors.floats(grad, "grad", {kFloat32, kBFloat16, kFloat16});
+    if (!working.is_none()) arrays.working = tensors.floats(working, "working", {kFloat32, kBFloat16, kFloat16});
+    const size_t numel = arrays.master.numel;
+    tensors.expect_numel(arrays.exp_avg, "exp_avg", numel);
+    tensors.expect_numel(arrays.exp_avg_sq, "exp_avg_sq", numel);
+    tensors.expect_numel(arrays.grad, "grad", numel);
+    if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
+    auto parsed = parse(tensors, segments, numel);
+    const size_t nbytes = ::offload::adam_bytes(arrays, parsed);
+    return submit(tensors, nbytes, after, [kernel, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
+      run_adam(kernel, pool.get(), arrays, parsed, grad_scale);
+    });
+  }
+
+  EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run) {
+    if (getpid() != pid_)
+      throw UsageError("lane '" + name() + "' was made before a fork and its thread is not in this process. Make the engine in the process that uses it.");
+    free_retired();
+    Job job;
+    job.what = tensors.job();
+    for (py::handle event : after) job.after.push_back(event.cast<EventPtr>());
+    job.run = std::move(run);
+    job.event->nbytes = int64_t(nbytes);
+    job.keep = tensors.take_keep();
+    return lane_->submit(std::move(job));
+  }
+
+  const pid_t pid_;
+  const Kernels* kernels_;
+  std::unique_ptr<Lane> lane_;
+  std::shared_ptr<Pool> pool_;
+};
+
+std::shared_ptr<Pool> make_pool(int threads) {
+  if (threads < 1) throw UsageError("a pool of " + std::to_string(threads) + " threads. It needs at least 1.");
+  // A forked child has no helpers to join: it leaks the pool instead.
+  return {new Pool(threads), [pid = getpid()](Pool* pool) {
+            if (getpid() == pid) delete pool;
+          }};
+}
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Update and copy kernels, lanes and their thread pool; see offload_engine.kernels.";
+  m.attr("NORM_BLOCK") = kNormBlock;
+
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const UsageError& error) {
+      py::set_error(py::module_::import("offload_engine.errors").attr("KernelError"), error.what());
+    }
+  });
+
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available_kernels()) names.push_back(kernels->isa);
+    return names;
+  });
+  const pid_t pid = getpid();
+  m.def("_abandon_all", [pid] {
+    if (getpid() != pid) return;
+    {
+      py::gil_scoped_release unlocked;
+      Lane::abandon_all();
+    }
+    free_retired();
+  });
+
+  py::class_<Event, EventPtr>(m, "Event")
+      .def_static("manual", [] { return std::make_shared<Event>(true); })
+      .def("done", &Event::done)
+      .def("wait", &wait, py::arg("timeout_s") = py::none())
+      .def("signal", [](Event& event, int64_t start_ns, int64_t end_ns) { manual_only(event); event.finish(start_ns, end_ns); },
+           py::arg("start_ns"), py::arg("end_ns"))
+      .def("fail", [](Event& event, const std::string& why) { manual_only(event); event.fail(why); }, py::arg("message"))
+      .def_property_readonly("start_ns", [](const Event& event) { return event.start_ns.load(); })
+      .def_property_readonly("end_ns", [](const Event& event) { return event.end_ns.load(); })
+      .def_readwrite("nbytes", &Event::nbytes);
+
+  py::class_<Pool, std::shared_ptr<Pool>>(m, "WorkerPool")
+      .def(py::init(&make_pool), py::arg("threads"))
+      .def_property_readonly("threads", &Pool::threads)
+      .def("close", &Pool::close, py::call_guard<py::gil_scoped_release>());
+
+  const auto after = py::arg("after") = py::tuple();
+  py::class_<PyLane>(m, "Lane")
+      .def(py::init<std::string, double, std::shared_ptr<Pool>, const std::string&>(), py::arg("name"), py::kw_only(), py::arg("gbps") = 0.0,
+           py::arg("pool") = py::none(), py::arg("isa") = "scalar")
+      .def_property_readonly("name", &PyLane::name)
+      .def("copy", &PyLane::copy, py::arg("dsts"), py::arg("srcs"), after)
+      .def("convert", &PyLane::convert, py::arg("dst"), py::arg("src"), after)
+      .def("accumulate", &PyLane::accumulate, py::arg("acc_fp32"), py::arg("src"), after)
+      .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
+      .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("working"),
+           py::arg("segments"), py::arg("grad_scale") = 1.0, after)
+      .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
+           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after)
+      .def("close", &PyLane::close);
+}
+
+}  // namespace
+}  // namespace offload

@@ -1,0 +1,306 @@
+// Every kernel, written once on a small vector type `V` that the including file defines for its instruction set.
+// Everything here is in an unnamed namespace: nothing compiled for AVX-512 may be linked into the scalar path.
+//
+// V has: type F (arithmetic by operators), kLanes, kPrefetch, set1, sqrt, load and store for float, BF16 and F16,
+//        stream (a store past the caches, to an address aligned to the vector stored), fence, and
+//        class Squares (8 double sums). `One` below is V with one lane: it does the tails, by the same formula.
+//
+// Note [One formula]. Adam and AdamW as torch's single-tensor path orders them, one rounding per operation, built with
+// -ffp-contract=off, so that every instruction set, the numba kernel and a device update in torch operations agree bit for bit:
+//   g = float(grad) * grad_scale;   p = p * decay;   g = g + l2 * p   (L2 only)
+//   m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
+//   p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+#pragma once
+
+#include "kernels.h"
+
+#include <string.h>
+
+namespace offload {
+namespace {
+
+struct BF16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+struct None {};
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(BF16 x) { return float_of(uint32_t(x.bits) << 16); }
+
+inline float to_float(F16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
+  const uint32_t exponent = (x.bits >> 10) & 31, mantissa = x.bits & 0x3FF;
+  if (exponent == 31) return float_of(sign | 0x7F800000 | (mantissa << 13) | (mantissa ? 0x400000 : 0));
+  if (exponent != 0) return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const float magnitude = float(int32_t(mantissa)) * 0x1p-24f;  // subnormal: exact
+  return float_of(sign | bits_of(magnitude));
+}
+
+inline void from_float(float x, float* out) { *out = x; }
+
+inline void from_float(float x, BF16* out) {
+  const uint32_t bits = bits_of(x);
+  const bool nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  out->bits = nan ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void from_float(float x, F16* out) {
+  const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) {  // NaN keeps its upper bits and turns quiet, as the F16C instruction does
+    out->bits = uint16_t(sign | 0x7E00 | ((magnitude >> 13) & 0x3FF));
+  } else if (magnitude >= 0x47800000) {  // 65536 and more
+    out->bits = uint16_t(sign | 0x7C00);
+  } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
+    out->bits = uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3F000000));
+  } else {
+    const uint32_t rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1) - (112u << 23);
+    out->bits = uint16_t(sign | (rounded >> 13));  // a carry out of 65504 makes infinity
+  }
+}
+
+// One lane: the scalar build's vector and every build's tail.
+struct One {
+  using F = float;
+  static constexpr size_t kLanes = 1;
+  static constexpr bool kPrefetch = false;
+  static F set1(float x) { return x; }
+  static F sqrt(F x) { return __builtin_sqrtf(x); }
+  template <class T>
+  static F load(const T* p) {
+    return to_float(*p);
+  }
+  template <class T>
+  static void store(F x, T* p) {
+    from_float(x, p);
+  }
+  template <class T>
+  static void stream(F x, T* p) {
+    from_float(x, p);
+  }
+  static void store(F, None*) {}
+  static void stream(F, None*) {}
+  static void fence() {}
+
+  struct Squares {
+    double sums[8] = {};
+    template <class T>
+    void add8(const T* p) {
+      for (int i = 0; i < 8; ++i) {
+        const double x = to_float(p[i]);
+        sums[i] += x * x;
+      }
+    }
+    void read(double* out) const { memcpy(out, sums, sizeof sums); }
+  };
+};
+
+template <class T>
+constexpr bool kWritten = sizeof(T) != sizeof(None);
+template <class T>
+inline T* offset(void* p, size_t i) {
+  return static_cast<T*>(p) + i;
+}
+template <class T>
+inline const T* offset(const void* p, size_t i) {
+  return static_cast<const T*>(p) + i;
+}
+template <>
+inline None* offset<None>(void*, size_t) {
+  return nullptr;
+}
+
+// Adam's scalars in every lane, as a local copy: stores to the arrays cannot alias it.
+template <class V>
+struct AdamMath {
+  using F = typename V::F;
+  F grad_scale, decay, l2, lerp, beta2, one_minus_beta2, correction2_sqrt, eps, negative_step_size;
+  bool lerp_from_grad, has_l2;
+
+  explicit AdamMath(const AdamScalars& s)
+      : grad_scale(V::set1(s.grad_scale)),
+        decay(V::set1(s.decay)),
+        l2(V::set1(s.l2)),
+        lerp(V::set1(s.lerp)),
+        beta2(V::set1(s.beta2)),
+        one_minus_beta2(V::set1(s.one_minus_beta2)),
+        correction2_sqrt(V::set1(s.correction2_sqrt)),
+        eps(V::set1(s.eps)),
+        negative_step_size(V::set1(s.negative_step_size)),
+        lerp_from_grad(s.lerp_from_grad),
+        has_l2(s.l2 != 0) {}
+
+  inline void operator()(F& p, F& m, F& v, F g) const {
+    g = g * grad_scale;
+    p = p * decay;
+    if (has_l2) g = g + l2 * p;
+    m = lerp_from_grad ? g - (g - m) * lerp : m + (g - m) * lerp;
+    v = v * beta2 + (one_minus_beta2 * g) * g;
+    p = p + (negative_step_size * m) / (V::sqrt(v) / correction2_sqrt + eps);
+  }
+};
+
+// The same bytes for the bandwidth ceiling.
+template <class V>
+struct BytesMath {
+  using F = typename V::F;
+  F scale;
+  explicit BytesMath(const AdamScalars& s) : scale(V::set1(s.grad_scale)) {}
+  inline void operator()(F& p, F& m, F& v, F g) const {
+    m = m + g;
+    v = v + g;
+    p = p + g * scale;
+  }
+};
+
+template <class V, class Math, class G, class W, bool kStream>
+inline void update_at(const AdamRun& run, const Math& math, size_t i) {
+  auto p = V::load(run.master + i), m = V::load(run.exp_avg + i), v = V::load(run.exp_avg_sq + i);
+  math(p, m, v, V::load(offset<G>(run.grad, i)));
+  V::store(p, run.master + i);
+  V::store(m, run.exp_avg + i);
+  V::store(v, run.exp_avg_sq + i);
+  if (kStream)
+    V::stream(p, offset<W>(run.working, i));
+  else
+    V::store(p, offset<W>(run.working, i));
+}
+
+// Elements ahead that are fetched: far enough to cover memory latency, near enough to stay in L1.
+constexpr size_t kPrefetchNumel = 512;
+
+template <class V, template <class> class Math, class G, class W, bool kMemory>
+void update(const AdamRun& run_in) {
+  const AdamRun run = run_in;
+  const Math<V> math(run.scalars);
+  const Math<One> math_one(run.scalars);
+  size_t i = 0;
+  if (kMemory && kWritten<W>) {
+    while (i < run.numel && reinterpret_cast<uintptr_t>(offset<W>(run.working, i)) % (V::kLanes * sizeof(W)) != 0)
+      update_at<One, Math<One>, G, W, false>(run, math_one, i++);
+  }
+  for (; i + V::kLanes <= run.numel; i += V::kLanes) {
+    if (kMemory && V::kPrefetch) {
+      __builtin_prefetch(run.master + i + kPrefetchNumel, 1);
+      __builtin_prefetch(run.exp_avg + i + kPrefetchNumel, 1);
+      __builtin_prefetch(run.exp_avg_sq + i + kPrefetchNumel, 1);
+      __builtin_prefetch(offset<G>(run.grad, i + kPrefetchNumel), 0);
+    }
+    update_at<V, Math<V>, G, W, kMemory>(run, math, i);
+  }
+  for (; i < run.numel; ++i) update_at<One, Math<One>, G, W, false>(run, math_one, i);
+  if (kMemory && kWritten<W>) V::fence();
+}
+
+template <class V, template <class> class Math, class G, class W>
+void update_where(const AdamRun& run) {
+  return run.from_memory ? update<V, Math, G, W, true>(run) : update<V, Math, G, W, false>(run);
+}
+
+template <class V, template <class> class Math, class G>
+void update_to(const AdamRun& run) {
+  switch (run.working_dtype) {
+    case Dtype::kFloat32: return update_where<V, Math, G, float>(run);
+    case Dtype::kBFloat16: return update_where<V, Math, G, BF16>(run);
+    case Dtype::kFloat16: return update_where<V, Math, G, F16>(run);
+    case Dtype::kNone: return update_where<V, Math, G, None>(run);
+  }
+}
+
+template <class V, template <class> class Math>
+void update_from(const AdamRun& run) {
+  switch (run.grad_dtype) {
+    case Dtype::kBFloat16: return update_to<V, Math, BF16>(run);
+    case Dtype::kFloat16: return update_to<V, Math, F16>(run);
+    default: return update_to<V, Math, float>(run);
+  }
+}
+
+template <class V, class D, class S>
+void convert_from(void* dst, const void* src, size_t numel) {
+  size_t i = 0;
+  for (; i + V::kLanes <= numel; i += V::kLanes) V::store(V::load(offset<S>(src, i)), offset<D>(dst, i));
+  for (; i < numel; ++i) One::store(One::load(offset<S>(src, i)), offset<D>(dst, i));
+}
+
+template <class V, class D>
+void convert_to(void* dst, const void* src, Dtype src_dtype, size_t numel) {
+  switch (src_dtype) {
+    case Dtype::kBFloat16: return convert_from<V, D, BF16>(dst, src, numel);
+    case Dtype::kFloat16: return convert_from<V, D, F16>(dst, src, numel);
+    default: return convert_from<V, D, float>(dst, src, numel);
+  }
+}
+
+template <class V>
+void convert(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, size_t numel) {
+  switch (dst_dtype) {
+    case Dtype::kBFloat16: return convert_to<V, BF16>(dst, src, src_dtype, numel);
+    case Dtype::kFloat16: return convert_to<V, F16>(dst, src, src_dtype, numel);
+    default: return convert_to<V, float>(dst, src, src_dtype, numel);
+  }
+}
+
+template <class V, class S>
+void accumulate_from(float* acc, const void* src, size_t numel) {
+  size_t i = 0;
+  for (; i + V::kLanes <= numel; i += V::kLanes) V::store(V::load(acc + i) + V::load(offset<S>(src, i)), acc + i);
+  for (; i < numel; ++i) acc[i] += to_float(*offset<S>(src, i));
+}
+
+template <class V>
+void accumulate(float* acc, const void* src, Dtype src_dtype, size_t numel) {
+  switch (src_dtype) {
+    case Dtype::kBFloat16: return accumulate_from<V, BF16>(acc, src, numel);
+    case Dtype::kFloat16: return accumulate_from<V, F16>(acc, src, numel);
+    default: return accumulate_from<V, float>(acc, src, numel);
+  }
+}
+
+// Element i goes to sum i % 8; the eight sums are added as a fixed tree.
+template <class V, class S>
+double square_sum_from(const void* src, size_t numel) {
+  typename V::Squares squares;
+  size_t i = 0;
+  for (; i + 8 <= numel; i += 8) squares.add8(offset<S>(src, i));
+  double s[8];
+  squares.read(s);
+  for (; i < numel; ++i) {
+    const double x = to_float(*offset<S>(src, i));
+    s[i % 8] += x * x;
+  }
+  return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+}
+
+template <class V>
+double square_sum(const void* src, Dtype src_dtype, size_t numel) {
+  switch (src_dtype) {
+    case Dtype::kBFloat16: return square_sum_from<V, BF16>(src, numel);
+    case Dtype::kFloat16: return square_sum_from<V, F16>(src, numel);
+    default: return square_sum_from<V, float>(src, numel);
+  }
+}
+
+template <class V>
+constexpr Kernels make_kernels(const char* isa) {
+  return {isa, update_from<V, AdamMath>, update_from<V, BytesMath>, convert<V>, accumulate<V>, square_sum<V>};
+}
+
+}  // namespace
+}  // namespace offload

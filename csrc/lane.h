@@ -1,0 +1,116 @@
+// Events and lanes: a lane is one thread that does its jobs in order, each job ends one event, done or failed, never neither.
+#pragma once
+
+#include "pool.h"
+
+#include <stdint.h>
+#include <time.h>
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace offload {
+
+// CLOCK_MONOTONIC, Python's time.monotonic_ns and time.perf_counter_ns.
+inline int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Names the calling thread and gives it the standard floating-point mode: a thread inherits its creator's, which
+// another library may have set to flush subnormals.
+void prepare_thread(const std::string& name);
+
+class Event {
+ public:
+  enum class State { kPending, kDone, kFailed };
+
+  explicit Event(bool manual = false) : manual(manual) {}
+
+  void start(int64_t t_ns) { start_ns.store(t_ns); }
+  // The first of finish and fail wins; later calls change nothing and return false.
+  bool finish(int64_t t_start_ns, int64_t t_end_ns);
+  bool fail(const std::string& why);
+
+  State state() const { return state_.load(std::memory_order_acquire); }
+  bool done() const { return state() != State::kPending; }
+  bool wait_for(int64_t timeout_ns);  // true when done or failed
+  std::string message() const;        // why it failed
+
+  const bool manual;
+  std::atomic<int64_t> start_ns{0}, end_ns{0};
+  int64_t nbytes = 0;
+
+ private:
+  bool end(State state, const std::string& why, int64_t t_start_ns, int64_t t_end_ns);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<State> state_{State::kPending};
+  std::string message_;
+};
+
+// Token bucket: pay() returns when the bytes fit the rate. Up to kCreditNs of idle time is kept as credit, which makes
+// up for late wake-ups. A rate of 0 never waits.
+class Throttle {
+ public:
+  Throttle(double gbps, const std::atomic<bool>& abandoned) : gbps_(gbps), abandoned_(abandoned) {}
+  bool active() const { return gbps_ > 0; }
+  size_t chunk_bytes() const;
+  void pay(size_t nbytes);  // throws when the lane is abandoned
+
+ private:
+  static constexpr int64_t kCreditNs = 200'000;
+  const double gbps_;
+  const std::atomic<bool>& abandoned_;
+  int64_t paid_until_ns_ = 0;
+};
+
+struct Job {
+  std::string what;  // "adam of 4096 elements", for messages
+  std::vector<std::shared_ptr<Event>> after;
+  std::function<void(Throttle&)> run;
+  // Memory that the job uses. Given to Lane's `retire` before the event ends, and never touched by the lane itself.
+  std::vector<void*> keep;
+  std::shared_ptr<Event> event = std::make_shared<Event>();
+};
+
+// Owns: one thread, which ends after close() or abandon(). The thread shares ownership of all that it touches, so the
+// Lane itself may go at any time; jobs already submitted are still done.
+class Lane {
+ public:
+  // `retire` takes a finished job's memory; it is called on the lane's thread and must not block.
+  Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&));
+  ~Lane() { close(); }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  const std::string& name() const;
+  Pool* pool() const;
+  std::shared_ptr<Event> submit(Job job);  // throws when closed
+
+  void close();                         // no more jobs; the thread ends when the queue is empty
+  void abandon();                       // close, and fail what has not started
+  bool wait_ended(int64_t timeout_ns);  // true once the thread has ended
+
+  // At the interpreter's exit: abandons every lane and waits for the threads.
+  static void abandon_all();
+
+ private:
+  struct State;
+  static void work(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace offload

@@ -1,0 +1,161 @@
+"""The contract of the update backends: what a lane, an event and a pool do, whichever library does it.
+
+The rooms above annotate with these protocols and make objects through `Backend` alone. Both backends pass the same tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["NORM_BLOCK", "AdamSegment", "Backend", "Event", "Lane", "WorkerPool"]
+
+NORM_BLOCK = 16384
+"""Elements per float64 partial sum of `Lane.square_sums`."""
+
+
+class AdamSegment(NamedTuple):
+    """One param group's settings over a run of elements of a flat buffer."""
+
+    offset_numel: int
+    numel: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """The counter after this step: 1 for the first. Bias corrections are computed from it in double."""
+    decoupled: bool
+    """True for AdamW (p *= 1 - lr * weight_decay), False for Adam (weight_decay * p is added to the gradient)."""
+    maximize: bool
+
+
+class Event(Protocol):
+    """The end of one job: pending, then done or failed, for good. Times are CLOCK_MONOTONIC, as `time.perf_counter_ns`."""
+
+    nbytes: int
+    """Bytes that the job moves: once for a copy, read plus written for the others."""
+
+    @property
+    def start_ns(self) -> int: ...  # 0 until the job starts
+    @property
+    def end_ns(self) -> int: ...  # 0 until it is done or failed
+    def done(self) -> bool:
+        """Return whether the job is done or failed."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait without the interpreter lock; return False when the time was up first. Ctrl-C ends the wait.
+
+        Raises:
+            KernelError: the job failed, or something that it had to wait for.
+        """
+
+    @classmethod
+    def manual(cls) -> Event:
+        """Return an event that Python ends, for jobs to wait on."""
+
+    def signal(self, start_ns: int, end_ns: int) -> None:
+        """End a manual event as done. A second end changes nothing."""
+
+    def fail(self, message: str) -> None:
+        """End a manual event as failed; jobs after it fail, too."""
+
+
+class WorkerPool(Protocol):
+    """Threads that split one job of a lane; the lane's own thread is one of `threads`. Several lanes may share it."""
+
+    @property
+    def threads(self) -> int: ...
+    def close(self) -> None:
+        """Join the threads; jobs go on with the lane's thread alone. Idempotent."""
+
+
+class Lane(Protocol):
+    """One thread that does its jobs in the order of submission.
+
+    Owns: its thread. Each job keeps its tensors alive until it is done; freed memory is given back by the next call
+    into the backend. Nobody may write to a job's tensors, or read those it writes, before its event is done.
+
+    Every submit returns at once with the job queued. `after` are events that must be done before the job starts; when
+    one fails, the job fails, too. Tensors are dense CPU tensors; those of one job do not overlap.
+
+    Raises (every submit):
+        KernelError: a tensor has the wrong dtype, size or device or is not contiguous, a segment or span leaves the
+            tensor, segments overlap, or the lane is closed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def copy(
+        self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[Event] = ()
+    ) -> Event:
+        """Queue raw copies, pair by pair, of equal dtype and size, throttled to the lane's rate."""
+
+    def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+        """Queue a conversion between float32, bfloat16 and float16: rounded once, to nearest even."""
+
+    def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+        """Queue `acc_fp32 += float(src)`; src is float32, bfloat16 or float16."""
+
+    def square_sums(
+        self,
+        src: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        out_f64: torch.Tensor,
+        after: Iterable[Event] = (),
+    ) -> Event:
+        """Queue float64 partial sums of squares, one per NORM_BLOCK elements of each (offset, numel) span.
+
+        They lie consecutively in `out_f64`. The order of summation inside a block is fixed: the same bits on every
+        instruction set, backend and number of threads.
+        """
+
+    def adam(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        working: torch.Tensor | None,
+        segments: Sequence[AdamSegment],
+        grad_scale: float = 1.0,
+        after: Iterable[Event] = (),
+    ) -> Event:
+        """Queue one fused Adam or AdamW pass over the segments; elements outside them are left alone.
+
+        Args:
+            master, exp_avg, exp_avg_sq: float32, updated in place.
+            grad: float32, bfloat16 or float16; read only, multiplied by `grad_scale` (unscale and clip factor in one).
+            working: float32, bfloat16 or float16, or None; receives the new master, rounded to nearest even.
+
+        Numerics: one rounding per operation in the order of torch's single-tensor path; every backend and instruction
+        set gives the same bits. With s = -lr / (1 - beta1**step), c = sqrt(1 - beta2**step), scalars in double and then
+        rounded once: g = float(grad) * grad_scale; p = p * (1 - lr * weight_decay), or g = g + weight_decay * p;
+        m = m + (g - m) * (1 - beta1) [for beta1 <= 0.5: g - (g - m) * beta1]; v = v * beta2 + ((1 - beta2) * g) * g;
+        p = p + (s * m) / (sqrt(v) / c + eps).
+        """
+
+    def close(self) -> None:
+        """Do what is queued, then end the thread. Idempotent; Ctrl-C fails what has not started and is passed on."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One library of kernels, as chosen by `load`: makes events, lanes and pools."""
+
+    name: str
+    isa: str
+    Event: type[Event]
+    Lane: Callable[..., Lane]
+    """Lane(name, *, gbps=0.0, pool=None): gbps > 0 limits its copies to that many 1e9 bytes per second."""
+    WorkerPool: Callable[[int], Any]
+    note: str
+
+    def describe(self) -> str:
+        """Return one sentence for the log."""
+        return f"kernels: {self.name} ({self.isa}); {self.note}"
