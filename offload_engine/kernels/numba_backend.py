@@ -1,0 +1,487 @@
+"""The fallback backend: lanes are Python threads that run numba's compiled kernels with the interpreter lock released.
+
+Same contract, same checks and same bits as the native extension (`api.py`); slower to start and per job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from offload_engine.errors import KernelError
+from offload_engine.kernels import api
+from offload_engine.kernels import numba_kernels as compiled
+from offload_engine.kernels.api import NORM_BLOCK, AdamSegment
+
+__all__ = ["Event", "Lane", "WorkerPool", "backend"]
+
+_CHUNK_NUMEL = 4 * NORM_BLOCK
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CREDIT_NS = 200_000  # idle time that a throttled link may make up for
+_SLICE_S = 0.02  # how often a wait looks whether its lane was abandoned
+
+
+class Event:
+    """See `api.Event`."""
+
+    def __init__(self, *, is_manual: bool = False) -> None:
+        self.nbytes = 0
+        self.start_ns = 0
+        self.end_ns = 0
+        self._manual = is_manual
+        self._changed = threading.Condition()
+        self._ended = False
+        self._failure: str | None = None
+
+    @classmethod
+    def manual(cls) -> Event:
+        """Return an event that Python ends."""
+        return cls(is_manual=True)
+
+    def done(self) -> bool:
+        """Return whether the job is done or failed."""
+        return self._ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end; raise KernelError if the job failed."""
+        self._wait_ended(timeout_s)
+        if self._failure is not None:
+            raise KernelError(self._failure)
+        return self._ended
+
+    def signal(self, start_ns: int, end_ns: int) -> None:
+        """End a manual event as done."""
+        self._only_manual()
+        self._end(start_ns, end_ns, None)
+
+    def fail(self, message: str) -> None:
+        """End a manual event as failed."""
+        self._only_manual()
+        self._fail(message)
+
+    def _only_manual(self) -> None:
+        if not self._manual:
+            raise KernelError("this event belongs to a lane's job, which ends it. Use Event.manual() for one to signal.")
+
+    def _fail(self, message: str) -> None:
+        now = time.monotonic_ns()
+        self._end(self.start_ns or now, now, message)
+
+    def _end(self, start_ns: int, end_ns: int, failure: str | None) -> None:
+        with self._changed:
+            if not self._ended:
+                self.start_ns, self.end_ns, self._failure, self._ended = start_ns, end_ns, failure, True
+                self._changed.notify_all()
+
+    def _wait_ended(self, timeout_s: float | None) -> bool:
+        if self._ended:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, timeout_s)
+
+
+class _Work:
+    """One job's chunks, taken by number from a shared counter."""
+
+    def __init__(self, chunks: int, body: Callable[[int], None]) -> None:
+        self._chunks, self._body = chunks, body
+        self._next = itertools.count()
+        self._left = chunks
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def drain(self) -> None:
+        while (chunk := next(self._next)) < self._chunks:
+            try:
+                self._body(chunk)
+            except BaseException as error:
+                self._failure = error
+            with self._changed:
+                self._left -= 1
+                if self._left == 0:
+                    self._changed.notify_all()
+
+    def finish(self) -> None:
+        self.drain()
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0)
+        if self._failure is not None:
+            raise self._failure
+
+
+class WorkerPool:
+    """See `api.WorkerPool`."""
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise KernelError(f"a pool of {threads} threads. It needs at least 1.")
+        self.threads = threads
+        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._helpers = [threading.Thread(target=self._help, name="oe-pool", daemon=True) for _ in range(threads - 1)]
+        for helper in self._helpers:
+            helper.start()
+
+    def run(self, chunks: int, body: Callable[[int], None]) -> None:
+        """Call body(chunk) for every chunk on all threads, this one included; return when all are done."""
+        work = _Work(chunks, body)
+        for _ in range(min(chunks - 1, len(self._helpers))):
+            self._works.put(work)
+        work.finish()
+
+    def close(self) -> None:
+        """Join the helpers. Idempotent."""
+        helpers, self._helpers = self._helpers, []
+        for _ in helpers:
+            self._works.put(None)
+        for helper in helpers:
+            helper.join()
+
+    def _help(self) -> None:
+        while (work := self._works.get()) is not None:
+            work.drain()
+            del work  # or its tensors would live until the next one comes
+
+
+def _floats(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the tensor's memory as float32, or as the bits (uint16) of a half type."""
+    flat = tensor.detach().view(-1)
+    return flat.numpy() if flat.dtype == torch.float32 else flat.view(torch.uint16).numpy()
+
+
+def _read(array: np.ndarray[Any, Any], dtype: torch.dtype, part: slice) -> np.ndarray[Any, Any]:
+    """Return a part as float32: the memory itself, or a widened copy of a half type."""
+    if dtype == torch.float32:
+        return array[part]
+    wide = np.empty(part.stop - part.start, np.float32)
+    if dtype == torch.bfloat16:
+        compiled.bf16_to_float(array[part], wide.view(np.uint32))
+    else:
+        compiled.f16_to_float(array[part], wide)
+    return wide
+
+
+def _write(wide: np.ndarray[Any, Any], array: np.ndarray[Any, Any], dtype: torch.dtype, part: slice) -> None:
+    """Write float32 values into a part, rounded to its dtype."""
+    if dtype == torch.float32:
+        array[part] = wide
+    elif dtype == torch.bfloat16:
+        compiled.float_to_bf16(wide.view(np.uint32), array[part])
+    else:
+        compiled.float_to_f16(wide, array[part])
+
+
+def _scalars(s: AdamSegment, grad_scale: float) -> tuple[Any, ...]:
+    """Return the arguments of `compiled.adam` after the arrays: computed in double, rounded once."""
+    from_grad = s.beta1 <= 0.5
+    values = (
+        -grad_scale if s.maximize else grad_scale,
+        1 - s.lr * s.weight_decay if s.decoupled else 1.0,
+        0.0 if s.decoupled else s.weight_decay,
+        s.beta1 if from_grad else 1 - s.beta1,
+        s.beta2,
+        1 - s.beta2,
+        math.sqrt(1 - s.beta2**s.step),
+        s.eps,
+        -(s.lr / (1 - s.beta1**s.step)),
+    )
+    return (*(np.float32(value) for value in values), from_grad)
+
+
+def _chunks(numel: int, chunk_numel: int) -> int:
+    return -(-numel // chunk_numel)
+
+
+class Lane:
+    """See `api.Lane`."""
+
+    def __init__(self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None) -> None:
+        if not 0 <= gbps < math.inf:
+            raise KernelError(f"lane {name!r}: gbps is {gbps}. It must be 0 (no limit) or positive.")
+        self.name = name
+        self._gbps, self._pool, self._pid = gbps, pool, os.getpid()
+        self._paid_until_ns = 0
+        self._abandoned = self._closed = False
+        self._jobs: queue.SimpleQueue[tuple[str, list[Event], Callable[[], None], Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"oe-{name}", daemon=True)
+        self._thread.start()
+        _lanes.add(self)
+
+    # What users call: checks, then a queued closure. The closure's references keep the tensors alive.
+
+    def copy(self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[Event] = ()) -> Event:
+        """Queue raw copies, pair by pair."""
+        if len(dsts) != len(srcs):
+            raise KernelError(f"copy: {len(dsts)} destinations, {len(srcs)} sources. Pass pairs.")
+        for dst, src in zip(dsts, srcs, strict=True):
+            self._check("copy", dst=dst, src=src)
+            if dst.dtype != src.dtype:
+                raise KernelError(f"copy: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert.")
+            if dst.numel() != src.numel():
+                raise KernelError(f"copy: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes.")
+        pairs = list(zip(dsts, srcs, strict=True))
+        return self._submit("copy", sum(t.nbytes for t in dsts), lambda: self._copy(pairs), after)
+
+    def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+        """Queue a conversion between float32, bfloat16 and float16."""
+        self._check("convert", dst=dst, src=src, floats=("dst", "src"), same_numel=True)
+        to, source = _floats(dst), _floats(src)
+
+        def body(part: slice) -> None:
+            _write(_read(source, src.dtype, part), to, dst.dtype, part)
+
+        return self._submit("convert", dst.nbytes + src.nbytes, lambda: self._run(dst.numel(), body), after)
+
+    def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+        """Queue acc_fp32 += float(src)."""
+        self._check("accumulate", acc_fp32=acc_fp32, src=src, fp32=("acc_fp32",), floats=("src",), same_numel=True)
+        to, source = _floats(acc_fp32), _floats(src)
+
+        def body(part: slice) -> None:
+            compiled.accumulate(to[part], _read(source, src.dtype, part))
+
+        nbytes = 2 * acc_fp32.nbytes + src.nbytes
+        return self._submit("accumulate", nbytes, lambda: self._run(src.numel(), body), after)
+
+    def square_sums(
+        self, src: torch.Tensor, spans: Sequence[tuple[int, int]], out_f64: torch.Tensor, after: Iterable[Event] = ()
+    ) -> Event:
+        """Queue float64 partial sums of squares, one per NORM_BLOCK elements of each span."""
+        self._check("square_sums", src=src, out_f64=out_f64, floats=("src",))
+        blocks: list[slice] = []
+        for offset, numel in spans:
+            self._check_range("square_sums: span", offset, numel, src.numel())
+            end = offset + numel
+            blocks += [slice(i, min(i + NORM_BLOCK, end)) for i in range(offset, end, NORM_BLOCK)]
+        if out_f64.dtype != torch.float64:
+            raise KernelError(f"square_sums: out_f64 is {out_f64.dtype}. It must be float64.")
+        if out_f64.numel() < len(blocks):
+            raise KernelError(f"square_sums: out_f64 has {out_f64.numel()} elements. The spans need {len(blocks)}.")
+        source, out = _floats(src), out_f64.detach().view(-1).numpy()
+
+        def body(i: int) -> None:
+            out[i] = compiled.square_sum(_read(source, src.dtype, blocks[i]))
+
+        nbytes = sum(block.stop - block.start for block in blocks) * src.element_size()
+        return self._submit("square_sums", nbytes, lambda: self._run_chunks(len(blocks), body), after)
+
+    def adam(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        working: torch.Tensor | None,
+        segments: Sequence[AdamSegment],
+        grad_scale: float = 1.0,
+        after: Iterable[Event] = (),
+    ) -> Event:
+        """Queue one fused Adam or AdamW pass over the segments."""
+        tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+        if working is not None:
+            tensors["working"] = working
+        fp32 = ("master", "exp_avg", "exp_avg_sq")
+        self._check("adam", fp32=fp32, floats=("grad", "working"), same_numel=True, **tensors)
+        ordered = self._check_segments(segments, master.numel())
+        p, m, v, g = (_floats(t) for t in (master, exp_avg, exp_avg_sq, grad))
+        w = None if working is None else _floats(working)
+        parts = [
+            (slice(i, min(i + _CHUNK_NUMEL, s.offset_numel + s.numel)), scalars)
+            for s in ordered
+            for scalars in [_scalars(s, grad_scale)]
+            for i in range(s.offset_numel, s.offset_numel + s.numel, _CHUNK_NUMEL)
+        ]
+
+        def body(i: int) -> None:
+            part, scalars = parts[i]
+            compiled.adam(p[part], m[part], v[part], _read(g, grad.dtype, part), *scalars)
+            if working is not None and w is not None:
+                _write(p[part], w, working.dtype, part)
+
+        per_element = 24 + grad.element_size() + (0 if working is None else working.element_size())
+        nbytes = sum(s.numel for s in ordered) * per_element
+        return self._submit("adam", nbytes, lambda: self._run_chunks(len(parts), body), after)
+
+    def close(self) -> None:
+        """Do what is queued, then end the thread."""
+        if self._pid != os.getpid():
+            return
+        self._stop()
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self._abandoned = True
+            self._thread.join()
+            raise
+
+    # Checks.
+
+    @staticmethod
+    def _check(
+        job: str,
+        *,
+        fp32: tuple[str, ...] = (),
+        floats: tuple[str, ...] = (),
+        same_numel: bool = False,
+        **tensors: torch.Tensor,
+    ) -> None:
+        first = next(iter(tensors.values()))
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+                found = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise KernelError(f"{job}: {name} ({found}) cannot be read. Pass a dense torch.Tensor in CPU memory.")
+            if not tensor.is_contiguous():
+                raise KernelError(f"{job}: {name} is not contiguous. Pass a dense tensor; a copy would not be updated.")
+            allowed = (torch.float32,) if name in fp32 else _FLOATS if name in floats else (tensor.dtype,)
+            if tensor.dtype not in allowed:
+                words = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+                raise KernelError(f"{job}: {name} is {str(tensor.dtype).removeprefix('torch.')}. It must be {words}.")
+            if same_numel and tensor.numel() != first.numel():
+                raise KernelError(
+                    f"{job}: {name} has {tensor.numel()} elements. It must have {first.numel()}, as the first tensor."
+                )
+
+    @staticmethod
+    def _check_range(what: str, offset: int, numel: int, limit: int) -> None:
+        if offset < 0 or numel < 0 or offset + numel > limit:
+            raise KernelError(
+                f"{what} [{offset}, +{numel}) leaves the tensor's {limit} elements. Offsets and sizes are in elements."
+            )
+
+    @classmethod
+    def _check_segments(cls, segments: Sequence[AdamSegment], numel: int) -> list[AdamSegment]:
+        end = 0
+        ordered = sorted((AdamSegment(*s) for s in segments), key=lambda s: s.offset_numel)
+        for s in ordered:
+            cls._check_range("adam: segment", s.offset_numel, s.numel, numel)
+            if s.step < 1:
+                raise KernelError(f"adam: step is {s.step}. It counts this step: 1 for the first.")
+            if not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
+                raise KernelError(f"adam: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
+            if s.offset_numel < end:
+                raise KernelError(f"adam: two segments overlap at element {s.offset_numel}. Each element is updated once.")
+            end = s.offset_numel + s.numel
+        return ordered
+
+    # The queue and its thread.
+
+    def _submit(self, what: str, nbytes: int, run: Callable[[], None], after: Iterable[Event]) -> Event:
+        if self._pid != os.getpid():
+            raise KernelError(
+                f"lane {self.name!r} was made before a fork and its thread is not in this process. "
+                "Make the engine in the process that uses it."
+            )
+        if self._closed:
+            raise KernelError(f"{what}: lane {self.name!r} is closed. Submit before close().")
+        event = Event()
+        event.nbytes = nbytes
+        self._jobs.put((what, list(after), run, event))
+        return event
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            what, after, run, event = job
+            del job
+            failure = None
+            try:
+                self._wait_for(after)
+                event.start_ns = time.monotonic_ns()
+                run()
+            except Exception as error:
+                failure = f"{what} on lane '{self.name}': {error}"
+            del run, after  # frees the job's tensors before anybody hears of its end
+            if failure is None:
+                event._end(event.start_ns, time.monotonic_ns(), None)
+            else:
+                event._fail(failure)
+            del event
+
+    def _wait_for(self, after: list[Event]) -> None:
+        for event in after:
+            while not self._abandoned and not event._wait_ended(_SLICE_S):
+                pass
+            if event._failure is not None:
+                raise KernelError(f"what it had to wait for failed: {event._failure}")
+        if self._abandoned:
+            raise KernelError("the lane was shut down before the job started")
+
+    # The work.
+
+    def _run_chunks(self, chunks: int, body: Callable[[int], None]) -> None:
+        if self._pool is not None:
+            self._pool.run(chunks, body)
+        else:
+            for i in range(chunks):
+                body(i)
+
+    def _run(self, numel: int, body: Callable[[slice], None]) -> None:
+        self._run_chunks(
+            _chunks(numel, _CHUNK_NUMEL),
+            lambda i: body(slice(i * _CHUNK_NUMEL, min((i + 1) * _CHUNK_NUMEL, numel))),
+        )
+
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for dst, src in pairs:
+            to, source, total = dst.data_ptr(), src.data_ptr(), dst.nbytes
+            part = min(max(int(self._gbps * 500_000), 4096), 4 << 20) if self._gbps else 1 << 20
+            if self._gbps:
+                for i in range(0, total, part):
+                    ctypes.memmove(to + i, source + i, min(part, total - i))
+                    self._pay(min(part, total - i))
+            else:
+                self._run_chunks(
+                    _chunks(total, part),
+                    lambda k, to=to, source=source, total=total: ctypes.memmove(  # type: ignore[misc]
+                        to + k * part, source + k * part, min(part, total - k * part)
+                    ),
+                )
+
+    def _pay(self, nbytes: int) -> None:
+        """Sleep until the bytes fit the rate (a token bucket with a little credit for late wake-ups)."""
+        self._paid_until_ns = max(self._paid_until_ns, time.monotonic_ns() - _CREDIT_NS) + int(nbytes / self._gbps)
+        while (left_ns := self._paid_until_ns - time.monotonic_ns()) > 0:
+            if self._abandoned:
+                raise KernelError("the lane was shut down during the copy")
+            time.sleep(min(left_ns / 1e9, _SLICE_S))
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    """Stop every lane before the interpreter goes, so that no thread touches freed memory."""
+    lanes = [lane for lane in _lanes if lane._pid == os.getpid()]
+    for lane in lanes:
+        lane._abandoned = True
+        lane._stop()
+    for lane in lanes:
+        lane._thread.join()
+
+
+def backend() -> api.Backend:
+    """Return the fallback; the kernels compile on first use and are cached on disk after that."""
+    return api.Backend(
+        name="numba",
+        isa="llvm",
+        Event=Event,
+        Lane=Lane,
+        WorkerPool=WorkerPool,
+        note=f"numba {numba.__version__} compiles them on first use (seconds); the native extension is faster",
+    )
