@@ -1,0 +1,136 @@
+"""The command line: `offload-engine train`, `bench`, `timeline`; the same as `python -m offload_engine`.
+
+It parses, calls one room, and turns the package's errors into one message each. Exit codes: 0 done, 2 an error that
+the user can mend, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+__all__ = ["main"]
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A benchmark parses its own options, "--help" among them.
+    if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] in ("update", "step"):
+        return _guarded(lambda: _bench(arguments[1], arguments[2:]), traceback=False)
+    options = _parser().parse_args(arguments)
+    return _guarded(lambda: _COMMANDS[options.command](options), traceback=options.traceback)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offload-engine",
+        description="Train models that do not fit their device, and see where time and bytes go.",
+    )
+    parser.add_argument("--version", action="version", version=f"offload-engine {_version()}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show the traceback of an error (OFFLOAD_ENGINE_DEBUG=1)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run the training job of a TOML file")
+    train.add_argument("config", metavar="CONFIG.toml", help="the job, for example configs/quickstart.toml")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="override one value",
+    )
+    train.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
+    train.add_argument(
+        "--stop-after",
+        type=int,
+        metavar="STEP",
+        help="stop once STEP steps of the run are done, as Ctrl-C would",
+    )
+
+    bench = commands.add_parser(
+        "bench", help="measure: 'update' the CPU optimizer, 'step' a whole training step"
+    )
+    bench.add_argument(
+        "benchmark", choices=("update", "step"), help="its own options follow; try 'bench update --help'"
+    )
+
+    timeline = commands.add_parser("timeline", help="read a recorded timeline")
+    actions = timeline.add_subparsers(dest="action", required=True, metavar="ACTION")
+    summary = actions.add_parser("summary", help="print what a timeline adds up to, in words")
+    summary.add_argument("file", metavar="FILE", help="for example runs/quickstart/timeline.json")
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from offload_engine.training.config import load
+    from offload_engine.training.loop import Outcome, run_job
+
+    outcome = run_job(
+        load(options.config, options.overrides), resume=options.resume, stop_after=options.stop_after
+    )
+    if outcome is Outcome.FINISHED:
+        return 0
+    settings = "".join(f" --set {shlex.quote(override)}" for override in options.overrides)
+    print(f"go on with: offload-engine train {shlex.quote(options.config)}{settings} --resume", flush=True)
+    return EXIT_INTERRUPTED if outcome is Outcome.INTERRUPTED else 0
+
+
+def _bench(benchmark: str, arguments: Sequence[str]) -> int:
+    if benchmark == "update":
+        from offload_engine.bench.update import main as run
+    else:
+        from offload_engine.bench.step import main as run
+    return int(run(list(arguments)) or 0)
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    from offload_engine import timeline
+    from offload_engine.errors import ConfigError
+
+    try:
+        events = timeline.load(options.file)
+    except OSError as error:
+        raise ConfigError(f"timeline {options.file!r} cannot be read: {error}.") from None
+    print(timeline.summarise(events).words())
+    return 0
+
+
+_COMMANDS = {"train": _train, "timeline": _timeline}
+
+
+def _guarded(command: Callable[[], int], *, traceback: bool) -> int:
+    """Run a command; print the package's own errors as one message each."""
+    from offload_engine.errors import OffloadEngineError
+
+    try:
+        return command()
+    except OffloadEngineError as error:
+        if traceback or os.environ.get("OFFLOAD_ENGINE_DEBUG", "") not in ("", "0"):
+            raise
+        print(f"offload-engine: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("\noffload-engine: stopped at once by Ctrl-C; files written so far are whole.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("offload-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "0 (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

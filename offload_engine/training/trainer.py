@@ -1,0 +1,70 @@
+"""What the loop asks of whatever trains: `OffloadEngine` and `PlainTrainer` both have these verbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload_engine.timeline import Timeline
+
+__all__ = ["Trainer"]
+
+
+class Trainer(Protocol):
+    """One model in training. A step is: calls and `backward` per micro-batch, `clip_grad_norm_`, `step`."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that schedulers act on."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was recorded so far."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs go."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory in use now; 0 where nothing counts it."""
+
+    @property
+    def device_budget_bytes(self) -> int | None:
+        """Device budget; None where there is none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch."""
+
+    def clip_grad_norm_(self, max_norm: float) -> float | Tensor:
+        """Scale the gradients down to `max_norm`, if they are above it; return the norm before."""
+
+    def step(self) -> None:
+        """Apply the gradients. May return before it is done."""
+
+    def train(self) -> Any:
+        """Put the model's modules in training mode."""
+
+    def eval(self) -> Any:
+        """Put the model's modules in evaluation mode."""
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint, whole or not at all, with random generators and `extra` (JSON data)."""
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint back; return its `extra`."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return the keys of summary.json that belong to memory, lanes, waits and kernels."""
+
+    def describe(self) -> list[str]:
+        """Return lines for the log: device, kernels, budget, threads."""
+
+    def close(self) -> None:
+        """Give everything back; never raises."""
