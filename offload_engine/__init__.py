@@ -1,0 +1,42 @@
+"""Offload Engine: train PyTorch models that are too large for the GPU, with the same numbers as without offload.
+
+`OffloadEngine` wraps a model and its optimizer; `EngineConfig` has every setting. Importing touches no device.
+"""
+
+from offload_engine.config import EngineConfig, LinksConfig, ThreadsConfig
+from offload_engine.engine import OffloadEngine
+from offload_engine.errors import (
+    BuildError,
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    HostMemoryError,
+    KernelError,
+    NonFiniteError,
+    OffloadEngineError,
+    StateError,
+    UnsupportedError,
+)
+from offload_engine.plan import StepPlan
+from offload_engine.timeline import Timeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "ConfigError",
+    "DeviceMemoryError",
+    "EngineConfig",
+    "HostMemoryError",
+    "KernelError",
+    "LinksConfig",
+    "NonFiniteError",
+    "OffloadEngine",
+    "OffloadEngineError",
+    "StateError",
+    "StepPlan",
+    "ThreadsConfig",
+    "Timeline",
+    "UnsupportedError",
+]

@@ -1,0 +1,20 @@
+"""Buckets: the registry of parameters, their layout in flat buckets, and buckets with memory."""
+
+from offload_engine.buckets.bucket import Bucket, Residency, state_bytes
+from offload_engine.buckets.layout import BucketLayout, Shard, check_budget, default_bucket_bytes, plan_layout
+from offload_engine.buckets.registry import ParameterEntry, Registry, Unit, discover
+
+__all__ = [
+    "Bucket",
+    "BucketLayout",
+    "ParameterEntry",
+    "Registry",
+    "Residency",
+    "Shard",
+    "Unit",
+    "check_budget",
+    "default_bucket_bytes",
+    "discover",
+    "plan_layout",
+    "state_bytes",
+]

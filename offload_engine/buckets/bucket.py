@@ -1,0 +1,123 @@
+"""A bucket at run time: its host slabs, its device buffer, the views into both, and its residency."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from offload_engine.buckets.layout import BucketLayout
+from offload_engine.buckets.registry import ParameterEntry
+from offload_engine.device import Device, Transfer
+from offload_engine.host import SlabAllocator
+from offload_engine.kernels import Event
+
+__all__ = ["Bucket", "Residency", "state_bytes"]
+
+
+class Residency(enum.Enum):
+    """Where a bucket's working copy is. Evicting frees at once, so there is no state between RESIDENT and HOST."""
+
+    HOST = "host"
+    """Only on the host."""
+    ARRIVING = "arriving"
+    """A fetch has started; `transfer` ends it."""
+    RESIDENT = "resident"
+    """On the device as well."""
+
+
+def state_bytes(layout: BucketLayout) -> int:
+    """Return the bytes of training state of a bucket: working copy, master, moments, gradient (DESIGN section 11)."""
+    working = layout.nbytes
+    if not layout.trainable:
+        return working
+    gradient = working
+    if not layout.optimized:
+        return working + gradient
+    master = 0 if layout.dtype is torch.float32 else 4 * layout.numel
+    return working + gradient + master + 8 * layout.numel
+
+
+class Bucket:
+    """One run of parameters.
+
+    Owns: a transfer slab (working copy and gradient; pinned where the device can), a state slab (master unless the
+    working copy is fp32 and so is the master itself, both moments), one device buffer.
+    """
+
+    def __init__(self, layout: BucketLayout, slabs: SlabAllocator, device: Device) -> None:
+        self.layout = layout
+        self.index = layout.index
+        self.entries: list[ParameterEntry] = layout.entries
+        self.name = f"{layout.index}:{layout.unit_names[0]}"
+        self.numel = layout.numel
+        self.nbytes = layout.nbytes
+        copies = 2 if layout.trainable else 1
+        transfer_slab = slabs.allocate(f"bucket {self.name} (working copy, gradient)", copies * self.nbytes)
+        self.working = transfer_slab[: self.nbytes].view(layout.dtype)
+        self.grad = transfer_slab[self.nbytes :].view(layout.dtype) if layout.trainable else None
+        self.accumulator: torch.Tensor | None = None
+        """fp32 gradient sum of a bf16 bucket, allocated when a second micro-batch arrives."""
+        self.master: torch.Tensor | None = None
+        self.exp_avg: torch.Tensor | None = None
+        self.exp_avg_sq: torch.Tensor | None = None
+        self.slabs = [transfer_slab]
+        if layout.optimized:
+            is_own_master = layout.dtype is torch.float32
+            parts = 2 if is_own_master else 3
+            state_slab = slabs.allocate(f"bucket {self.name} (optimizer states)", parts * 4 * self.numel)
+            states = state_slab.view(torch.float32).view(parts, self.numel)
+            self.exp_avg, self.exp_avg_sq = states[0], states[1]
+            self.master = self.working if is_own_master else states[2]
+            self.slabs.append(state_slab)
+
+        self.buffer = device.new_buffer(f"bucket {self.name}", self.nbytes)
+        self.device_flat: torch.Tensor = torch.empty(0)
+        self.residency = Residency.HOST
+        self.transfer: Transfer | None = None
+        self.uses = 0
+        """Units in progress (forward or backward) that need it; evicted only at zero."""
+        self.last_use = 0
+        self.version = 0
+        """Counts changes of the host working copy; `device_version` says which one the device has."""
+        self.device_version = -1
+        self.pending_update: Event | None = None
+        """The update that is writing the host working copy; whoever reads it waits for this."""
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the working copy is the master (fp32)."""
+        return self.master is self.working
+
+    def adopt(self, device: Device) -> None:
+        """Copy the parameters' present values into the slabs, make all views, and point the parameters at the host."""
+        self.buffer.allocate()
+        self.device_flat = self.buffer.view(self.layout.dtype, 0, (self.numel,), (1,))
+        for entry in self.entries:
+            entry.host_view = self.host_view(entry, self.working)
+            entry.device_view = self.buffer.view(
+                self.layout.dtype, entry.offset_numel, entry.shape, entry.stride
+            )
+            if self.grad is not None:
+                entry.grad_view = self.host_view(entry, self.grad)
+            source = entry.param.data
+            entry.host_view.copy_(source)
+            if self.master is not None and not self.is_own_master:
+                self.host_view(entry, self.master).copy_(source)
+            grad = entry.param.grad
+            entry.param.grad = None
+            entry.param.data = entry.host_view
+            entry.host_address = entry.host_view.data_ptr()
+            entry.seen_version = entry.param._version
+            if grad is not None and entry.grad_view is not None:
+                entry.grad_view.copy_(grad)
+                entry.param.grad = entry.grad_view
+        self.buffer.free()
+
+    def host_view(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of a host array of this bucket that belongs to `entry`, in the parameter's shape."""
+        return flat.as_strided(entry.shape, entry.stride, flat.storage_offset() + entry.offset_numel)
+
+    def span(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
+        """Return the same part as a 1-D run of `span_numel` elements in storage order."""
+        return flat[entry.offset_numel : entry.offset_numel + entry.span_numel]

@@ -1,0 +1,139 @@
+"""Which parameter lies where: runs of parameters in flat buckets, and the shard of each bucket that a rank owns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from offload_engine.buckets.registry import ParameterEntry, Registry
+from offload_engine.config import format_bytes
+from offload_engine.errors import DeviceMemoryError
+
+__all__ = ["ALIGN_NUMEL", "BucketLayout", "Shard", "check_budget", "plan_layout"]
+
+ALIGN_NUMEL = 32
+"""Every parameter starts at a multiple of this many elements: 64 bytes even at 2 bytes per element."""
+
+MIN_BUCKET_BYTES = 64 * 2**10
+MAX_BUCKET_BYTES = 64 * 2**20
+BUCKETS_PER_BUDGET = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The run of a bucket's elements that rank `rank` of `world` owns."""
+
+    rank: int
+    world: int
+    offset_numel: int
+    numel: int
+
+    @classmethod
+    def of(cls, numel: int, rank: int, world: int) -> Shard:
+        """Return the shard of a bucket of `numel` elements, which `world` divides."""
+        share = numel // world
+        return cls(rank, world, rank * share, share)
+
+
+@dataclasses.dataclass
+class BucketLayout:
+    """One bucket before it has memory."""
+
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    optimized: bool
+    entries: list[ParameterEntry]
+    unit_names: list[str]
+    numel: int
+    """Elements, padding included; a multiple of ALIGN_NUMEL x world."""
+    shard: Shard
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the working copy."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def device_need_bytes(self) -> int:
+        """Device bytes to train it: working copy, and the gradients of all its parameters."""
+        return self.nbytes * (2 if self.trainable else 1)
+
+
+def default_bucket_bytes(budget_bytes: int | None) -> int:
+    """Return the largest bucket for a device budget: many buckets must fit beside the activations."""
+    if budget_bytes is None:
+        return MAX_BUCKET_BYTES
+    return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, budget_bytes // BUCKETS_PER_BUDGET))
+
+
+def plan_layout(registry: Registry, *, bucket_bytes: int, rank: int = 0, world: int = 1) -> list[BucketLayout]:
+    """Put every parameter into one bucket, in order of registration; fills in the entries' bucket and offset.
+
+    A bucket holds one dtype and is wholly trainable or not. A unit's own parameters stay together. The parameters of
+    a unit that contains other units get buckets of their own, since they are held while the others come and go.
+    """
+    layouts: list[BucketLayout] = []
+    open_layouts: dict[object, BucketLayout] = {}
+    placed: set[int] = set()
+    for unit in registry.units:
+        by_key: dict[tuple[object, ...], list[ParameterEntry]] = {}
+        for entry in unit.entries:
+            if entry.index not in placed:
+                placed.add(entry.index)
+                home = id(unit) if unit.contains_units else None
+                key = (entry.working_dtype, entry.trainable, entry.group is not None, home)
+                by_key.setdefault(key, []).append(entry)
+        for key, entries in by_key.items():
+            wanted = sum(_padded(entry.span_numel) for entry in entries)
+            layout = open_layouts.get(key)
+            if layout is None or (layout.numel + wanted) * layout.dtype.itemsize > bucket_bytes:
+                first = entries[0]
+                layout = BucketLayout(
+                    len(layouts), first.working_dtype, first.trainable, first.group is not None, [], [], 0, Shard(0, 1, 0, 0)
+                )
+                layouts.append(layout)
+                open_layouts[key] = layout
+            layout.unit_names.append(unit.name)
+            for entry in entries:
+                entry.bucket_index = layout.index
+                entry.offset_numel = layout.numel
+                layout.entries.append(entry)
+                layout.numel += _padded(entry.span_numel)
+    for layout in layouts:
+        step = ALIGN_NUMEL * world
+        layout.numel = max(step, math.ceil(layout.numel / step) * step)
+        layout.shard = Shard.of(layout.numel, rank, world)
+    return layouts
+
+
+def _padded(numel: int) -> int:
+    return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL
+
+
+def check_budget(layouts: list[BucketLayout], budget_bytes: int | None) -> None:
+    """Refuse a device budget that cannot hold the neediest bucket.
+
+    Raises:
+        DeviceMemoryError: names that bucket's modules, its bytes, and the smallest budget for parameters.
+    """
+    if budget_bytes is None or not layouts:
+        return
+    neediest = max(layouts, key=lambda layout: layout.device_need_bytes)
+    if neediest.device_need_bytes > budget_bytes:
+        names = neediest.unit_names[:6]
+        more = len(neediest.unit_names) - len(names)
+        gradients = " and as much for its gradients" if neediest.trainable else ""
+        remedy = (
+            "or lower bucket_bytes, so that these modules are not fetched together" if len(neediest.unit_names) > 1
+            else "since the parameters of one module are fetched together"
+        )
+        raise DeviceMemoryError(
+            f"device_memory is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but bucket {neediest.index} "
+            f"({', '.join(names)}{f' and {more} more' if more else ''}) needs {format_bytes(neediest.nbytes)} for its "
+            f"working copy{gradients}. The smallest budget that works is {neediest.device_need_bytes} bytes "
+            f"({format_bytes(neediest.device_need_bytes)}) plus the activations of one micro-batch: raise "
+            f"device_memory, {remedy}."
+        )

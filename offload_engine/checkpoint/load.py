@@ -1,0 +1,120 @@
+"""Load a checkpoint into live slabs, one tensor at a time. Called by `OffloadEngine.load`.
+
+Everything in the files must find its place and the other way round; names and shapes are checked before anything is
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_engine.buckets import Bucket, Registry
+from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, resolve
+from offload_engine.checkpoint.save import (
+    ENGINE_FILE,
+    GENERATOR_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    persistent_buffers,
+)
+from offload_engine.errors import CheckpointError
+
+__all__ = ["load_state"]
+
+
+def load_state(
+    path: str | PathLike[str],
+    model: nn.Module,
+    registry: Registry,
+    buckets: list[Bucket],
+    groups: list[dict[str, Any]],
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Fill parameters, masters, moments, counters, param group settings and buffers from a checkpoint.
+
+    Returns:
+        The saved facts, and the generator states.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or names or shapes differ from the model; nothing is changed.
+    """
+    folder = resolve(path)
+    described = read_json(folder / ENGINE_FILE)
+    with open_tensors(folder / MODEL_FILE) as model_file, open_tensors(folder / OPTIMIZER_FILE) as moments_file:
+        buffers = persistent_buffers(model)
+        shapes = {entry.name: tuple(entry.shape) for entry in registry.entries}
+        buffer_shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        _check(model_file, {**shapes, **buffer_shapes}, MODEL_FILE)
+        moment_shapes = {
+            f"{entry.name}.{key}": tuple(entry.shape)
+            for entry in registry.entries
+            if entry.group is not None
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        _check(moments_file, moment_shapes, OPTIMIZER_FILE)
+        saved_groups = described["param_groups"]
+        _check_groups(saved_groups, groups, registry)
+
+        with torch.no_grad():
+            for entry in registry.entries:
+                bucket = buckets[entry.bucket_index]
+                value = model_file.get(entry.name)
+                bucket.host_view(entry, bucket.working).copy_(value)
+                if bucket.master is not None and not bucket.is_own_master:
+                    bucket.host_view(entry, bucket.master).copy_(value)
+                if entry.group is not None:
+                    assert bucket.exp_avg is not None and bucket.exp_avg_sq is not None
+                    bucket.host_view(entry, bucket.exp_avg).copy_(moments_file.get(f"{entry.name}.exp_avg"))
+                    bucket.host_view(entry, bucket.exp_avg_sq).copy_(moments_file.get(f"{entry.name}.exp_avg_sq"))
+                entry.step.fill_(described["parameters"][entry.name]["step"])
+                bucket.version += 1
+                torch.autograd.graph.increment_version(entry.param)
+                entry.seen_version = entry.param._version
+            for name, buffer in buffers.items():
+                buffer.copy_(model_file.get(name))
+    for group, saved in zip(groups, saved_groups, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(value, list) else value
+    with open_tensors(folder / GENERATOR_FILE) as generator_file:
+        generators = {name: generator_file.get(name) for name in generator_file.keys()}  # noqa: SIM118
+    return described["facts"], generators
+
+
+def _check(file: TensorFile, wanted: dict[str, tuple[int, ...]], label: str) -> None:
+    found = set(file.keys())
+    missing, extra = sorted(wanted.keys() - found), sorted(found - wanted.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{label} does not belong to this model: {_some('it lacks', missing)}{' and ' if missing and extra else ''}"
+            f"{_some('it has no place for', extra)}. Build the model and optimizer as they were when it was saved."
+        )
+    for name, shape in wanted.items():
+        if file.shape(name) != shape:
+            raise CheckpointError(
+                f"{label}: '{name}' has shape {file.shape(name)}, the model {shape}. Build the model as it was saved."
+            )
+
+
+def _some(words: str, names: Iterable[str]) -> str:
+    names = list(names)
+    if not names:
+        return ""
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return f"{words} {shown}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]], registry: Registry) -> None:
+    names = {id(entry.param): entry.name for entry in registry.entries}
+    ours = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+    theirs = [group["params"] for group in saved]
+    if ours != theirs:
+        raise CheckpointError(
+            f"the checkpoint's param groups hold {[len(names) for names in theirs]} parameters, the optimizer's "
+            f"{[len(names) for names in ours]}, or other ones in another order. Build the optimizer's groups as they "
+            f"were when it was saved."
+        )

@@ -1,0 +1,115 @@
+"""Save the training state: masters, moments, counters, settings, buffers, generators. Called by `OffloadEngine.save`.
+
+A folder with `model.safetensors` (fp32 masters, frozen parameters, persistent buffers, each under its global name),
+`optimizer.safetensors` ("<name>.exp_avg", "<name>.exp_avg_sq"), `generators.safetensors`, and `engine.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_engine.buckets import Bucket, ParameterEntry, Registry
+from offload_engine.checkpoint.format import TensorItem, atomic_directory, write_json, write_tensors
+
+__all__ = ["ENGINE_FILE", "GENERATOR_FILE", "MODEL_FILE", "OPTIMIZER_FILE", "persistent_buffers", "save_state"]
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+GENERATOR_FILE = "generators.safetensors"
+ENGINE_FILE = "engine.json"
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong in a checkpoint, by global name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def save_state(
+    path: str | PathLike[str],
+    model: nn.Module,
+    registry: Registry,
+    buckets: list[Bucket],
+    groups: list[dict[str, Any]],
+    facts: dict[str, Any],
+    generators: dict[str, torch.Tensor],
+) -> None:
+    """Write a checkpoint, atomically: the old one stays loadable until the new one is whole.
+
+    Args:
+        groups: the optimizer's param groups.
+        facts: JSON values kept under "facts" (step count, the user's extra values).
+        generators: name -> uint8 state of a random generator.
+
+    Raises:
+        CheckpointError: the folder holds something that is no checkpoint, or a value is not JSON.
+        OSError: the disk refuses.
+    """
+    names = {id(entry.param): entry.name for entry in registry.entries}
+    described = {
+        "parameters": {
+            entry.name: {
+                "names": list(entry.names),
+                "shape": list(entry.shape),
+                "dtype": str(entry.original_dtype).removeprefix("torch."),
+                "step": int(entry.step),
+                "trainable": entry.trainable,
+            }
+            for entry in registry.entries
+        },
+        "param_groups": [
+            {**_plain(group), "params": [names[id(p)] for p in group["params"] if id(p) in names]} for group in groups
+        ],
+        "facts": facts,
+    }
+    with atomic_directory(path) as folder:
+        write_tensors(folder / MODEL_FILE, _model_items(model, registry, buckets))
+        write_tensors(folder / OPTIMIZER_FILE, _moment_items(registry, buckets))
+        write_tensors(
+            folder / GENERATOR_FILE,
+            [(name, state.dtype, state.shape, lambda s=state: s) for name, state in generators.items()],
+        )
+        write_json(folder / ENGINE_FILE, described)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        plain[key] = value.item() if isinstance(value, torch.Tensor) else value
+    return plain
+
+
+def master_of(entry: ParameterEntry, buckets: list[Bucket]) -> torch.Tensor:
+    """Return the best value that the engine has of a parameter: the fp32 master, or the working copy of a frozen one."""
+    bucket = buckets[entry.bucket_index]
+    return bucket.host_view(entry, bucket.working if bucket.master is None else bucket.master)
+
+
+def _model_items(model: nn.Module, registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
+    for entry in registry.entries:
+        value = master_of(entry, buckets)
+        yield entry.name, value.dtype, value.shape, lambda value=value: value
+    for name, buffer in persistent_buffers(model).items():
+        yield name, buffer.dtype, buffer.shape, lambda buffer=buffer: buffer.detach().cpu()
+
+
+def _moment_items(registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
+    for entry in registry.entries:
+        bucket = buckets[entry.bucket_index]
+        if entry.group is None:
+            continue
+        for key, flat in (("exp_avg", bucket.exp_avg), ("exp_avg_sq", bucket.exp_avg_sq)):
+            assert flat is not None
+            value = bucket.host_view(entry, flat)
+            yield f"{entry.name}.{key}", value.dtype, value.shape, lambda value=value: value

@@ -1,0 +1,458 @@
+"""`OffloadEngine`: wires the rooms together, nothing more. The one class that users meet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_engine import kernels
+from offload_engine.buckets import (
+    Bucket,
+    ParameterEntry,
+    check_budget,
+    default_bucket_bytes,
+    discover,
+    plan_layout,
+    state_bytes,
+)
+from offload_engine.checkpoint.load import load_state
+from offload_engine.checkpoint.save import master_of, save_state
+from offload_engine.config import EngineConfig, format_bytes
+from offload_engine.device import Device, open_device
+from offload_engine.errors import StateError
+from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
+from offload_engine.optim import (
+    OffloadOptimizer,
+    UpdatePipeline,
+    check_optimizer,
+    clip_factor,
+    global_norm,
+    scale_gradients,
+    settings_of,
+)
+from offload_engine.plan import StepPlan
+from offload_engine.streaming import (
+    ExternalChanges,
+    GradientStore,
+    LaneLog,
+    ResidencyManager,
+    Streamer,
+    UseOrder,
+    map_tensors,
+)
+from offload_engine.timeline import UPDATE, Timeline
+
+__all__ = ["OffloadEngine"]
+
+_log = logging.getLogger("offload_engine")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_no_modes = torch._C.DisableTorchFunction
+
+
+class OffloadEngine:
+    """Trains a model whose states live in host memory, with the same numbers as without.
+
+    The model's parameter objects, hooks and structure stay as they are. Between steps every `p.data` is the host
+    working copy and every `p.grad` the host gradient; while a module runs, its parameters are on the device.
+
+    Owns: host slabs (model states), device buffers, copy lanes and the update pool, all hooks; until `close`.
+
+    Args:
+        model: any `nn.Module` with its values loaded. Changed in place: parameters move into the engine's slabs.
+        optimizer: `torch.optim.AdamW` or `Adam` over the model's parameters. Its groups are adopted, as is what state
+            it has; its `step` and `zero_grad` act on the engine from now on.
+        config: see `EngineConfig`.
+
+    Raises:
+        UnsupportedError: the model or optimizer has something that would not be computed exactly.
+        DeviceMemoryError: the device budget cannot hold the neediest bucket; says which and what would do.
+        HostMemoryError: the host cannot hold the states; raised before anything is allocated.
+        BuildError: the native kernels are missing.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig | None = None
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.module = model
+        self._closed = True  # until set-up is through: close() of a half-made engine does nothing
+        check_optimizer(optimizer)
+        precision = _DTYPES[config.precision]
+        backend = kernels.load(config.kernels, config.isa)
+        threads = split_threads(config.threads)
+        if config.threads.compute:
+            torch.set_num_threads(config.threads.compute)
+        registry = discover(model, optimizer.param_groups, precision)
+
+        self.device: Device = open_device(config, backend, copy_threads=threads.copies)
+        try:
+            budget = self.device.budget_bytes
+            layouts = plan_layout(registry, bucket_bytes=config.bucket_bytes or default_bucket_bytes(budget))  # type: ignore[arg-type]
+            check_budget(layouts, budget)
+            self.timeline = Timeline(time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline)
+            self.host_budget = HostBudget(config.host_memory, host_limits())  # type: ignore[arg-type]
+            self._slabs = SlabAllocator(self.host_budget, self.device.pin, self.device.unpin)
+            self._buckets = [Bucket(layout, self._slabs, self.device) for layout in layouts]
+        except BaseException:
+            self.device.close()
+            raise
+        self._registry = registry
+        self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
+        self._pool = backend.WorkerPool(threads.update)
+        self._cpu_lane = backend.Lane("cpu_update", pool=self._pool)
+        for bucket in self._buckets:
+            bucket.adopt(self.device)
+        for buffer in model.buffers():
+            self.device.move_buffer(buffer)
+
+        log = LaneLog(self.timeline, self.device)
+        self._lanes = log
+        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
+        self.plan = StepPlan(
+            resident=frozenset(range(len(self._buckets))) if config.keep_resident else frozenset(),
+            lookahead_bytes=config.lookahead_bytes or 2 * largest,  # type: ignore[arg-type]
+            update_timing=config.update_timing,
+        )
+        self._order = UseOrder([bucket.index for bucket in self._buckets])
+        self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
+        self._gradients = GradientStore(registry, self._buckets, self.device, log, self._cpu_lane, self._slabs)
+        self._residency.free_gradients = self._gradients.free_one
+        self.device.set_pressure_handler(self._residency.relieve)
+        self._external = ExternalChanges(registry, self._buckets)
+        self._streamer = Streamer(
+            model,
+            registry,
+            self._buckets,
+            self.device,
+            self._residency,
+            self._gradients,
+            self._external,
+            self._order,
+            log,
+        )
+        self._updates = UpdatePipeline(self._buckets, self._gradients, self._residency, self._cpu_lane, log)
+        self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
+            optimizer, registry, self._buckets, self._step, self._updates.wait_bucket
+        )
+        self._optimizer_kind = type(optimizer)
+        self.steps = 0
+        """Optimizer steps done by this engine and by the checkpoint that it loaded."""
+        self.max_grad_norm: float | None = config.max_grad_norm
+        self._norm: float | None = None
+        self._step_start_ns = self.timeline.clock()
+        self._words = [
+            f"device: {self.device.kind}, budget {format_bytes(budget) if budget else 'unlimited'}; "
+            f"{config.precision}, {len(self._buckets)} buckets of at most {format_bytes(largest)}, "
+            f"model states {format_bytes(self.model_state_bytes)} on the host",
+            backend.describe(),
+            threads.sentence(),
+            *self._what_is_off(),
+        ]
+        self._isa = backend.isa if backend.name == "native" else backend.name
+        self._closed = False
+        for line in self._words:
+            _log.info(line)
+
+    def _what_is_off(self) -> Iterator[str]:
+        """Say once what is not active, and why."""
+        if self.plan.update_timing == "serial":
+            yield "update overlap: off (update_timing = 'serial')"
+        if self.device.pin is None:
+            yield f"pinned memory: off (the {self.device.kind} device does not need or offer it)"
+        if not self.config.timeline:
+            yield "timeline: off (timeline = false)"
+        if self.device.kind == "emulated" and not self.config.memory_ledger:
+            yield "memory ledger: off (memory_ledger = false): activations are not counted against the budget"
+
+    def describe(self) -> list[str]:
+        """Return the facts of this engine as lines for a log: device, kernels, threads, what is off and why."""
+        return list(self._words)
+
+    # The training step.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Move the inputs to the device and run the model. Returns what the model returns."""
+        self._check_open()
+        return self.module(*self._move(args), **self._move(kwargs))
+
+    def _move(self, value: Any) -> Any:
+        cast = _DTYPES[self.config.precision] if self.config.cast_inputs else None
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = self.device.to_device(tensor)
+            narrow = cast is torch.bfloat16 and moved.dtype is torch.float32
+            return moved.to(cast) if narrow else moved
+
+        return map_tensors(value, move)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run `loss.backward(**kwargs)`. Afterwards every gradient is in `p.grad`, on the host."""
+        self._check_open()
+        loss.backward(**kwargs)
+
+    def step(self) -> None:
+        """Start the update of every parameter that has a gradient, and return.
+
+        Settings of the param groups are read now. Updates go on under the next forward, which waits bucket by bucket;
+        whatever else reads a parameter, a gradient or a state waits for what it reads.
+        """
+        self.optimizer.step()
+
+    def _step(self) -> None:
+        self._check_open()
+        with _no_modes():
+            start_ns = self.timeline.clock()
+            self._streamer.settle()
+            self._external.sweep()
+            entries = [entry for entry in self._gradients.settle() if entry.group is not None]
+            scale = 1.0
+            self._norm = None
+            if self.max_grad_norm is not None:
+                self._norm = global_norm(self._gradients, entries)
+                scale = clip_factor(self._norm, self.max_grad_norm)
+            settings = {
+                id(group): settings_of(group, self._optimizer_kind) for group in self.optimizer.param_groups
+            }
+            self.steps += 1
+            self._updates.start(self.steps, entries, settings, scale, self._order.first_uses())
+            self._gradients.end_step()
+            self._residency.end_step()
+            if self.plan.update_timing == "serial":
+                self._updates.wait()
+            self._lanes.reap()
+            end_ns = self.timeline.clock()
+            self.timeline.phase(UPDATE, start_ns, end_ns)
+            self.timeline.step(self.steps, self._step_start_ns, end_ns)
+            self._step_start_ns = end_ns
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before (fp64 scalar).
+
+        As `torch.nn.utils.clip_grad_norm_` over all parameters. `EngineConfig.max_grad_norm` does the same inside the
+        update, without a pass of its own.
+        """
+        self._check_open()
+        with _no_modes():
+            self._streamer.settle()
+            entries = self._gradients.settle()
+            norm = global_norm(self._gradients, entries)
+            factor = clip_factor(norm, float(max_norm))
+            if factor != 1.0:
+                for index in {entry.bucket_index for entry in entries}:
+                    self._updates.wait_bucket(self._buckets[index])
+                scale_gradients(self._gradients, entries, factor)
+            self._norm = norm
+            return torch.tensor(norm, dtype=torch.float64)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the last step's gradients before clipping (of the present ones if no step took it)."""
+        if self._norm is None:
+            with _no_modes():
+                self._norm = global_norm(self._gradients, self._gradients.settle())
+        return self._norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters of the optimizer."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """Wait until every update, copy and computation is done. Errors of pending work are raised here."""
+        with _no_modes():
+            self._streamer.settle()
+            self._updates.wait()
+            self.device.synchronize()
+            self._lanes.drain()
+
+    # Whole values.
+
+    @contextmanager
+    def full_parameters(self, names: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """Give the master value of every parameter by global name, to read and to write.
+
+        Args:
+            names: only these; None: all. Tied names give the same tensor.
+
+        Returns:
+            CPU tensors, views of the masters (fp32; a frozen parameter's working copy), valid inside the block. What
+            is written into them is the parameter's value after the block.
+
+        Raises:
+            StateError: a name that the model does not have.
+        """
+        self._check_open()
+        with _no_modes():
+            self._streamer.settle()
+            self._external.sweep()
+            self._updates.wait()
+        by_name = {name: entry for entry in self._registry.entries for name in entry.names}
+        wanted = list(by_name) if names is None else list(names)
+        unknown = [name for name in wanted if name not in by_name]
+        if unknown:
+            raise StateError(f"no parameter is named {unknown[0]!r}; names are those of model.named_parameters().")
+        values = {name: master_of(by_name[name], self._buckets) for name in wanted}
+        before = {name: value._version for name, value in values.items()}
+        try:
+            yield values
+        finally:
+            written = {by_name[name].index for name in wanted if values[name]._version != before[name]}
+            for index in written:
+                self._refresh(self._registry.entries[index])
+
+    def _refresh(self, entry: ParameterEntry) -> None:
+        """Make every copy derived from the master follow it."""
+        with torch.no_grad():
+            master = master_of(entry, self._buckets)
+            if master is not entry.host_view:
+                entry.host_view.copy_(master)
+        self._buckets[entry.bucket_index].version += 1
+        torch.autograd.graph.increment_version(entry.param)
+        entry.seen_version = entry.param._version
+
+    def save(self, path: str | PathLike[str], extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint folder, atomically; the folder that was there stays loadable until then.
+
+        Args:
+            extra: JSON values of the user's own, given back by `load`.
+        """
+        self._check_open()
+        with _no_modes():
+            self._streamer.settle()
+            self._external.sweep()
+            self._updates.wait()
+            facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
+            save_state(
+                path,
+                self.module,
+                self._registry,
+                self._buckets,
+                self.optimizer.param_groups,
+                facts,
+                self._generators(),
+            )
+
+    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Take over a checkpoint: values, moments, counters, settings, buffers, random generators.
+
+        Gradients that are there are dropped. Returns what `save` got as `extra`.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another model; nothing is changed then.
+        """
+        self._check_open()
+        with _no_modes():
+            self._streamer.settle()
+            self._updates.wait()
+            self._residency.evict_idle(keep_resident=False)
+            facts, generators = load_state(
+                path, self.module, self._registry, self._buckets, self.optimizer.param_groups
+            )
+            for entry in self._registry.entries:
+                entry.param.grad = None
+                if entry.param.data_ptr() != entry.host_address:
+                    entry.param.data = entry.host_view
+            self.steps = int(facts["steps"])
+            torch.set_rng_state(generators["cpu"])
+            if self.device.torch_device.type in generators and self.device.torch_device.type != "cpu":
+                torch.get_device_module(self.device.torch_device).set_rng_state(
+                    generators[self.device.torch_device.type], self.device.torch_device
+                )
+            extra: dict[str, Any] = facts["extra"]
+            return extra
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        place = self.device.torch_device
+        if place.type != "cpu":
+            states[place.type] = torch.get_device_module(place).get_rng_state(place)
+        return states
+
+    # Facts.
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes in use now."""
+        return self.device.used_bytes()
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Largest device bytes in use since wrapping."""
+        return self.device.peak_bytes()
+
+    @property
+    def device_budget_bytes(self) -> int | None:
+        """The device budget; None: unlimited."""
+        return self.device.budget_bytes
+
+    def summary(self) -> dict[str, Any]:
+        """Return the facts of the run so far, as JSON values: bytes, shares and waits by lane and cause, memory."""
+        self.synchronize()
+        facts = self.timeline.summary(device_budget_bytes=self.device_budget_bytes).as_dict()
+        return {
+            **facts,
+            "device_kind": self.device.kind,
+            "device_budget_bytes": self.device_budget_bytes,
+            "device_peak_bytes": self.device_peak_bytes,
+            "model_state_bytes": self.model_state_bytes,
+            "host_slab_bytes": self._slabs.allocated_bytes,
+            "host_peak_bytes": peak_rss_bytes(),
+            "kernel_isa": self._isa,
+            "precision": self.config.precision,
+            "buckets": len(self._buckets),
+            "fetches": self._residency.fetches,
+            "evictions": self._residency.evictions,
+        }
+
+    def train(self, mode: bool = True) -> OffloadEngine:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> OffloadEngine:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    # End of life.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this engine is closed; wrap the model again to go on training.")
+
+    def close(self) -> None:
+        """Finish pending work, take off all hooks, end all threads. Idempotent.
+
+        The model goes on working as a plain one: its parameters are the host working copies, its adopted optimizer
+        has its own methods and the present state.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.synchronize()
+            self._residency.evict_idle(keep_resident=False)
+        finally:
+            self._updates.guard.remove()
+            self._streamer.close()
+            self.device.set_pressure_handler(None)
+            assert isinstance(self.optimizer, OffloadOptimizer)
+            self.optimizer.detach()
+            self._cpu_lane.close()
+            self._pool.close()
+            self.device.close()
+            self._slabs.close()
+
+    def __enter__(self) -> OffloadEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

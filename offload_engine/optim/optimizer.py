@@ -1,0 +1,225 @@
+"""The optimizer that users see: a real `torch.optim.Optimizer` whose step is the engine's.
+
+It shares the adopted optimizer's param group dictionaries, so schedulers made for either act on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from types import MethodType
+from typing import Any
+
+import torch
+
+from offload_engine.buckets import Bucket, ParameterEntry, Registry
+from offload_engine.errors import CheckpointError, StateError, UnsupportedError
+from offload_engine.optim.groups import check_optimizer
+
+__all__ = ["OffloadOptimizer"]
+
+_State = dict[str, torch.Tensor]
+
+
+class _StateView(MutableMapping[torch.Tensor, _State]):
+    """`optimizer.state`: parameter -> {"step", "exp_avg", "exp_avg_sq"}, views of the host slabs, read when asked.
+
+    As in torch, a parameter appears with its first step. Reading waits for the update that is writing it.
+    """
+
+    def __init__(self, registry: Registry, read: Callable[[ParameterEntry], _State]) -> None:
+        self._registry = registry
+        self._read = read
+
+    def _entry(self, param: torch.Tensor) -> ParameterEntry:
+        entry = self._registry.by_param.get(id(param))
+        if entry is None or entry.group is None or not entry.step:
+            raise KeyError(param)
+        return entry
+
+    def __getitem__(self, param: torch.Tensor) -> _State:
+        return self._read(self._entry(param))
+
+    def __setitem__(self, param: torch.Tensor, value: _State) -> None:
+        raise StateError(
+            "optimizer.state cannot be assigned: its tensors are views of the engine's slabs. Write into them "
+            "(optimizer.state[p]['exp_avg'].copy_(...)), or use optimizer.load_state_dict."
+        )
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        entry = self._entry(param)
+        for value in self._read(entry).values():
+            value.zero_()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (e.param for e in self._registry.entries if e.group is not None and bool(e.step))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """Facade over the engine's update.
+
+    Args:
+        adopted: `torch.optim.AdamW` or `Adam`; its `step`, `zero_grad`, `state` and `load_state_dict` act on the
+            engine from now until `detach`.
+        run_step: does one optimizer step on the gradients that are there.
+        wait: waits for the pending update of a bucket.
+    """
+
+    def __init__(
+        self,
+        adopted: torch.optim.Optimizer,
+        registry: Registry,
+        buckets: list[Bucket],
+        run_step: Callable[[], None],
+        wait: Callable[[Bucket], None],
+    ) -> None:
+        check_optimizer(adopted)
+        self._registry = registry
+        self._buckets = buckets
+        self._run_step = run_step
+        self._wait = wait
+        self._adopted = adopted
+        before = dict(adopted.state)
+        super().__init__(adopted.param_groups, adopted.defaults)
+        self.param_groups = adopted.param_groups
+        self.state = _StateView(registry, self._read_state)  # type: ignore[assignment]
+        self._take_state(before)
+        self._redirect()
+
+    # The adopted optimizer.
+
+    def _redirect(self) -> None:
+        """Make the adopted object's methods act on the engine; instance attributes, taken off by `detach`."""
+        adopted = self._adopted
+        self._adopted_state = adopted.state
+        adopted.state = self.state
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            self.zero_grad(set_to_none)
+
+        def load_state_dict(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            self.load_state_dict(state_dict)
+
+        def add_param_group(_: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+            self.add_param_group(group)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before wrapping looks for it
+        for function in (step, zero_grad, load_state_dict, add_param_group):
+            adopted.__dict__[function.__name__] = MethodType(function, adopted)
+
+    def detach(self) -> None:
+        """Give the adopted optimizer its own methods back, with a copy of the present state. Idempotent."""
+        adopted = self._adopted
+        if adopted.__dict__.pop("zero_grad", None) is None:
+            return
+        for name in ("step", "load_state_dict", "add_param_group"):
+            adopted.__dict__.pop(name, None)
+        own = self._adopted_state
+        own.clear()
+        for param, state in self.state.items():
+            own[param] = {key: value.clone() for key, value in state.items()}
+        adopted.state = own
+
+    # torch.optim.Optimizer.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Start the update of every parameter that has a gradient; see `OffloadEngine.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._run_step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse new groups after wrapping: their parameters have no optimizer states in the engine's slabs."""
+        if "_adopted" in self.__dict__ and self.__dict__.get("param_groups") is self._adopted.param_groups:
+            raise UnsupportedError(
+                f"add_param_group was called after wrapping ({len(self.param_groups)} groups). The engine lays out its "
+                f"states at wrapping: add all groups to the torch optimizer first, then wrap."
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's own format, with copies of the states: they do not change under later steps."""
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = {
+            key: {name: value.clone() for name, value in state.items()} for key, state in packed["state"].items()
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over settings, moments and counters from torch's format.
+
+        Raises:
+            CheckpointError: groups, parameters or shapes do not match; nothing is changed then.
+        """
+        groups = state_dict["param_groups"]
+        ours = [group["params"] for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != [len(params) for params in ours]:
+            raise CheckpointError(
+                f"the state has param groups of {[len(g['params']) for g in groups]} parameters, the optimizer of "
+                f"{[len(p) for p in ours]}. Build the optimizer with the same groups as when it was saved."
+            )
+        by_key = {
+            key: param
+            for group, params in zip(groups, ours, strict=True)
+            for key, param in zip(group["params"], params, strict=True)
+        }
+        state = {by_key[key]: value for key, value in state_dict["state"].items()}
+        self._check_state(state)
+        for target, source in zip(self.param_groups, groups, strict=True):
+            target.update({key: value for key, value in source.items() if key != "params"})
+        for entry in self._registry.entries:
+            if entry.group is not None and entry.param not in state:
+                for value in self._read_state(entry).values():
+                    value.zero_()
+        self._take_state(state)
+
+    # State.
+
+    def _read_state(self, entry: ParameterEntry) -> _State:
+        bucket = self._buckets[entry.bucket_index]
+        self._wait(bucket)
+        assert bucket.exp_avg is not None and bucket.exp_avg_sq is not None
+        return {
+            "step": entry.step,
+            "exp_avg": bucket.host_view(entry, bucket.exp_avg),
+            "exp_avg_sq": bucket.host_view(entry, bucket.exp_avg_sq),
+        }
+
+    def _check_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        for param, values in state.items():
+            entry = self._registry.by_param.get(id(param))
+            if entry is None or entry.group is None:
+                continue
+            missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
+            extra = values.keys() - {"step", "exp_avg", "exp_avg_sq"}
+            if missing or extra:
+                raise CheckpointError(
+                    f"the state of '{entry.name}' has {sorted(values)}; step, exp_avg and exp_avg_sq are needed and "
+                    f"nothing else has a place. Load a state of torch.optim.Adam or AdamW without amsgrad."
+                )
+            for name in ("exp_avg", "exp_avg_sq"):
+                if values[name].shape != entry.shape:
+                    raise CheckpointError(
+                        f"{name} of '{entry.name}' has shape {tuple(values[name].shape)}, the parameter "
+                        f"{tuple(entry.shape)}. The state belongs to another model."
+                    )
+
+    def _take_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        self._check_state(state)
+        with torch.no_grad():
+            for param, values in state.items():
+                entry = self._registry.by_param.get(id(param))
+                if entry is None or entry.group is None:
+                    continue
+                target = self._read_state(entry)
+                entry.step.fill_(float(values["step"]))
+                target["exp_avg"].copy_(values["exp_avg"])
+                target["exp_avg_sq"].copy_(values["exp_avg_sq"])

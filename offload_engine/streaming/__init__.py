@@ -1,0 +1,19 @@
+"""Streaming: module hooks, the learned order, fetching and evicting buckets, gradients on their way to the host."""
+
+from offload_engine.streaming.external import ExternalChanges
+from offload_engine.streaming.gradients import GradientStore, runs_of
+from offload_engine.streaming.hooks import Streamer, map_tensors
+from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.streaming.order import UseOrder
+from offload_engine.streaming.residency import ResidencyManager
+
+__all__ = [
+    "ExternalChanges",
+    "GradientStore",
+    "LaneLog",
+    "ResidencyManager",
+    "Streamer",
+    "UseOrder",
+    "map_tensors",
+    "runs_of",
+]

@@ -1,0 +1,404 @@
+"""Gradients on their way from autograd to the host slabs: taken, landed, added, made visible as `param.grad`.
+
+Called by the streamer's parameter hooks. Invariants: a gradient that autograd produced is added exactly once, in
+fp32; `param.grad` is None while a backward may still produce it, and the host gradient afterwards, so that whatever
+the user did to `param.grad` in between (None, scaled in place, another tensor) is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from offload_engine.buckets import Bucket, ParameterEntry, Registry
+from offload_engine.buckets.layout import ALIGN_NUMEL
+from offload_engine.device import Device
+from offload_engine.errors import UnsupportedError
+from offload_engine.host import SlabAllocator
+from offload_engine.kernels import NORM_BLOCK, Event, Lane
+from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_UPDATE, D2H
+
+__all__ = ["GradientStore", "runs_of"]
+
+_Item = tuple[ParameterEntry, torch.Tensor]
+
+
+def runs_of(entries: Iterable[ParameterEntry]) -> list[tuple[int, int]]:
+    """Return (offset, numel) runs that cover the entries of one bucket, neighbours joined across their padding.
+
+    Padding holds nothing that anyone reads, so work on it is harmless and joins many small jobs into one.
+    """
+    runs: list[tuple[int, int]] = []
+    for entry in sorted(entries, key=lambda entry: entry.offset_numel):
+        if entry.span_numel == 0:
+            continue
+        start, end = entry.offset_numel, entry.offset_numel + entry.span_numel
+        if runs and start - (runs[-1][0] + runs[-1][1]) < ALIGN_NUMEL:
+            runs[-1] = (runs[-1][0], end - runs[-1][0])
+        else:
+            runs.append((start, end - start))
+    return runs
+
+
+class GradientStore:
+    """Owns: gradients that wait for the rest of their bucket, two staging slabs for sums, the norm's partial sums."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        buckets: Sequence[Bucket],
+        device: Device,
+        log: LaneLog,
+        cpu_lane: Lane,
+        slabs: SlabAllocator,
+    ) -> None:
+        self._registry = registry
+        self._buckets = buckets
+        self._device = device
+        self._log = log
+        self._lane = cpu_lane
+        self._slabs = slabs
+        self._waiting: dict[int, list[_Item]] = {}
+        self._landed: list[ParameterEntry] = []
+        self._events: list[Event] = []
+        self._landing: dict[int, Event] = {}
+        self._staging: list[torch.Tensor] = []
+        self._staging_free: list[Event | None] = [None, None]
+        self._turn = 0
+        self._micro_batch = 0
+        self._last_micro_batches = 1
+        self._place_partials()
+
+    # From autograd.
+
+    def before_accumulate(self, entry: ParameterEntry) -> None:
+        """Put `param.grad` aside, so that autograd produces the new gradient alone."""
+        entry.previous_grad = entry.param.grad
+        entry.param.grad = None
+
+    def after_accumulate(self, entry: ParameterEntry) -> None:
+        """Take the new gradient from `param.grad`; start its way to the host when its bucket is complete.
+
+        Raises:
+            UnsupportedError: the gradient is sparse, or carries a graph of its own (create_graph=True).
+        """
+        grad = entry.param.grad
+        entry.param.grad = None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of '{entry.name}' has layout {grad.layout}; only dense gradients are supported. "
+                f"Turn the sparse option of its module off."
+            )
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"backward was called with create_graph=True: the gradient of '{entry.name}' has a graph, which would "
+                f"be cut when it goes to the host. Use torch.autograd.grad(..., create_graph=True) for that term."
+            )
+        waiting = self._waiting.setdefault(entry.bucket_index, [])
+        waiting.append((entry, self._in_layout(entry, grad)))
+        bucket = self._buckets[entry.bucket_index]
+        if len(waiting) >= len(bucket.entries):
+            self._land(bucket)
+
+    @staticmethod
+    def _in_layout(entry: ParameterEntry, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient as a 1-D run in the storage order of the parameter; copies only if it must."""
+        dtype = entry.working_dtype
+        same_strides = all(
+            have == want or size <= 1
+            for have, want, size in zip(grad.stride(), entry.stride, entry.shape, strict=True)
+        )
+        if grad.dtype is dtype and entry.dense and same_strides:
+            return grad.as_strided((entry.span_numel,), (1,))
+        # Gaps of a layout that is not dense count in the norm, so they are zero.
+        flat = torch.zeros(entry.span_numel, dtype=dtype, device=grad.device)
+        flat.as_strided(entry.shape, entry.stride).copy_(grad)
+        return flat
+
+    # To the host.
+
+    def _land(self, bucket: Bucket) -> None:
+        items = self._waiting.pop(bucket.index, [])
+        if not items:
+            return
+        fresh: list[_Item] = []
+        added: list[_Item] = []
+        for entry, grad in items:
+            previous, entry.previous_grad = entry.previous_grad, None
+            if previous is not None and not entry.landed:
+                self._take_previous(entry, previous)
+            (added if entry.landed or previous is not None else fresh).append((entry, grad))
+            if not entry.landed:
+                entry.landed = True
+                self._landed.append(entry)
+            entry.norm_valid = False
+        if fresh:
+            self._land_fresh(bucket, fresh)
+        if added:
+            self._land_added(bucket, added)
+        if self._micro_batch + 1 >= self._last_micro_batches:
+            self._start_square_sums(bucket, [entry for entry, _ in items])
+        self._log.reap()
+
+    def _take_previous(self, entry: ParameterEntry, previous: torch.Tensor) -> None:
+        """Make the host slab hold what `param.grad` held before this backward."""
+        if previous is entry.grad_view:
+            if entry.in_accumulator and entry.grad_view._version != entry.grad_seen_version:
+                entry.in_accumulator = False  # the user changed the rounded sum: that is the gradient now
+        else:
+            self.adopt(entry, previous)
+
+    def adopt(self, entry: ParameterEntry, grad: torch.Tensor) -> None:
+        """Copy a tensor that the user put into `param.grad` into the host slab."""
+        assert entry.grad_view is not None
+        pending = self._buckets[entry.bucket_index].pending_update
+        if pending is not None:
+            pending.wait()
+        with torch.no_grad():
+            entry.grad_view.copy_(grad)
+        entry.in_accumulator = False
+        entry.norm_valid = False
+
+    def _after(self, bucket: Bucket, *more: Event | None) -> list[Event]:
+        return [event for event in (bucket.pending_update, *more) if event is not None]
+
+    def _start_d2h(self, bucket: Bucket, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: list[Event]) -> Event:
+        transfer = self._device.start_d2h(pairs, bucket.name, after)
+        self._log.job(
+            transfer.event, D2H, bucket.name, bucket=bucket.index, nbytes=transfer.nbytes, on_done=transfer.release
+        )
+        self._events.append(transfer.event)
+        self._landing[bucket.index] = transfer.event
+        return transfer.event
+
+    def _landed_before(self, bucket: Bucket) -> list[Event]:
+        """Return the bucket's last copy to the host: lanes run beside each other, so jobs on others name it."""
+        event = self._landing.get(bucket.index)
+        return [] if event is None else [event]
+
+    def _land_fresh(self, bucket: Bucket, items: list[_Item]) -> None:
+        assert bucket.grad is not None
+        pairs = [(bucket.span(entry, bucket.grad), grad) for entry, grad in items]
+        for entry, _ in items:
+            entry.in_accumulator = False
+        self._start_d2h(bucket, pairs, self._after(bucket))
+
+    def _land_added(self, bucket: Bucket, items: list[_Item]) -> None:
+        assert bucket.grad is not None
+        runs = runs_of(entry for entry, _ in items)
+        if bucket.layout.dtype is torch.float32:
+            turn = self._turn = 1 - self._turn
+            landing = self._staging_slab(turn)[: bucket.numel * 4].view(torch.float32)
+            total = bucket.grad
+            before = self._staging_free[turn]
+        else:
+            turn = -1
+            landing = bucket.grad
+            total = self._accumulator(bucket)
+            before = self._fill_accumulator(bucket, [e for e, _ in items if not e.in_accumulator])
+            for entry, _ in items:
+                entry.in_accumulator = True
+        pairs = [(bucket.span(entry, landing), grad) for entry, grad in items]
+        landed = self._start_d2h(bucket, pairs, self._after(bucket, before))
+        for offset, numel in runs:
+            added = self._lane.accumulate(
+                total[offset : offset + numel], landing[offset : offset + numel], [landed]
+            )
+            self._follow(added, f"add gradient {bucket.name}", bucket, numel * (8 + landing.element_size()))
+        if turn >= 0:
+            self._staging_free[turn] = added
+
+    def _staging_slab(self, turn: int) -> torch.Tensor:
+        while len(self._staging) < 2:
+            # Once, when the first second micro-batch arrives: runs that never accumulate never pay for it.
+            largest = max(bucket.nbytes for bucket in self._buckets if bucket.grad is not None)
+            self._staging.append(self._slabs.allocate(f"gradient staging {len(self._staging)}", largest))
+        return self._staging[turn]
+
+    def _accumulator(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.accumulator is None:
+            slab = self._slabs.allocate(f"gradient sum {bucket.name}", 4 * bucket.numel, pinned=False)
+            bucket.accumulator = slab.view(torch.float32)
+        return bucket.accumulator
+
+    def _fill_accumulator(self, bucket: Bucket, entries: list[ParameterEntry]) -> Event | None:
+        """Queue the move of a first bf16 gradient into the fp32 sum, before the slab takes the next one."""
+        assert bucket.grad is not None and bucket.accumulator is not None
+        event: Event | None = None
+        for offset, numel in runs_of(entries):
+            event = self._lane.convert(
+                bucket.accumulator[offset : offset + numel],
+                bucket.grad[offset : offset + numel],
+                self._landed_before(bucket),
+            )
+            self._follow(event, f"widen gradient {bucket.name}", bucket, numel * 6)
+        return event
+
+    def _follow(self, event: Event, name: str, bucket: Bucket, nbytes: int) -> None:
+        self._log.job(event, CPU_UPDATE, name, bucket=bucket.index, nbytes=nbytes)
+        self._events.append(event)
+
+    def free_one(self) -> bool:
+        """Wait until one gradient has left the device and free it; False when none is on its way or waiting."""
+        if self._log.oldest(D2H) is None and self._waiting:
+            index = max(self._waiting, key=lambda i: sum(grad.nbytes for _, grad in self._waiting[i]))
+            self._land(self._buckets[index])
+        oldest = self._log.oldest(D2H)
+        if oldest is None:
+            return False
+        oldest.wait()
+        self._log.reap()
+        return True
+
+    # The end of a backward.
+
+    def finish_backward(self) -> None:
+        """Land what is left, wait for all of it, and make the sums visible as `param.grad`.
+
+        Raises:
+            KernelError: a copy or sum failed.
+        """
+        for index in list(self._waiting):
+            self._land(self._buckets[index])
+        self._round_accumulators()
+        events, self._events = self._events, []
+        self._landing.clear()
+        if not all(event.done() for event in events):
+            with self._log.waiting(CAUSE_GRADIENT, "last gradients to the host"):
+                for event in events:
+                    event.wait()
+        for event in events:
+            event.wait()  # raises if it failed
+        self._log.reap()
+        if self._landed:
+            self._micro_batch += 1
+        for entry in self._landed:
+            entry.landed = False
+            assert entry.grad_view is not None
+            entry.param.grad = entry.grad_view
+            entry.grad_seen_version = entry.grad_view._version
+        self._landed = []
+
+    def _round_accumulators(self) -> None:
+        by_bucket: dict[int, list[ParameterEntry]] = {}
+        for entry in self._landed:
+            if entry.in_accumulator:
+                by_bucket.setdefault(entry.bucket_index, []).append(entry)
+        for index, entries in by_bucket.items():
+            bucket = self._buckets[index]
+            assert bucket.grad is not None and bucket.accumulator is not None
+            for offset, numel in runs_of(entries):
+                event = self._lane.convert(
+                    bucket.grad[offset : offset + numel], bucket.accumulator[offset : offset + numel]
+                )
+                self._follow(event, f"round gradient {bucket.name}", bucket, numel * 6)
+
+    def end_step(self) -> None:
+        """Remember how many micro-batches the step had: the next one's norm is summed under its last backward."""
+        if self._micro_batch:
+            self._last_micro_batches = self._micro_batch
+        self._micro_batch = 0
+
+    def source(self, entry: ParameterEntry) -> torch.Tensor:
+        """Return the host array of the entry's bucket that holds its gradient: fp32 sum, or slab."""
+        bucket = self._buckets[entry.bucket_index]
+        array = bucket.accumulator if entry.in_accumulator else bucket.grad
+        assert array is not None
+        return array
+
+    # The norm. Partial sums over blocks of NORM_BLOCK elements of each parameter, in float64.
+
+    def _place_partials(self) -> None:
+        self._partial_offset: dict[int, int] = {}
+        total = 0
+        for bucket in self._buckets:
+            for entry in bucket.entries:
+                self._partial_offset[entry.index] = total
+                total += self._partial_count(entry)
+        self._partials = torch.zeros(total, dtype=torch.float64)
+
+    @staticmethod
+    def _partial_count(entry: ParameterEntry) -> int:
+        return -(-entry.span_numel // NORM_BLOCK)
+
+    def _start_square_sums(self, bucket: Bucket, entries: Sequence[ParameterEntry]) -> None:
+        for in_accumulator in (False, True):
+            chosen = [e for e in entries if e.in_accumulator is in_accumulator and e.span_numel]
+            chosen.sort(key=lambda entry: self._partial_offset[entry.index])
+            start = 0
+            while start < len(chosen):
+                end = start + 1
+                while end < len(chosen) and self._partial_offset[chosen[end].index] == self._partial_end(
+                    chosen[end - 1]
+                ):
+                    end += 1
+                part = chosen[start:end]
+                out = self._partials[self._partial_offset[part[0].index] : self._partial_end(part[-1])]
+                spans = [(entry.offset_numel, entry.span_numel) for entry in part]
+                event = self._lane.square_sums(self.source(part[0]), spans, out, self._landed_before(bucket))
+                nbytes = sum(numel for _, numel in spans) * self.source(part[0]).element_size()
+                self._follow(event, f"norm {bucket.name}", bucket, nbytes)
+                start = end
+        for entry in entries:
+            entry.norm_valid = True
+
+    def _partial_end(self, entry: ParameterEntry) -> int:
+        return self._partial_offset[entry.index] + self._partial_count(entry)
+
+    def settle(self) -> list[ParameterEntry]:
+        """Return the entries that have a gradient now, each with its host slab equal to what `param.grad` holds."""
+        present = []
+        for entry in self._registry.entries:
+            grad = entry.param.grad
+            if grad is None or entry.grad_view is None:
+                continue
+            if grad is not entry.grad_view:
+                self.adopt(entry, grad)
+                entry.param.grad = entry.grad_view
+            elif grad._version != entry.grad_seen_version:
+                entry.in_accumulator = False
+                entry.norm_valid = False
+            entry.grad_seen_version = entry.grad_view._version
+            present.append(entry)
+        return present
+
+    def square_sum(self, entries: Sequence[ParameterEntry]) -> float:
+        """Return the sum of squares of all elements of the gradients of `entries`, in float64.
+
+        The block sums are added in one fixed tree over all parameters in order, absent ones as zero, so the result
+        does not depend on buckets, threads or timing.
+        """
+        stale: dict[int, list[ParameterEntry]] = {}
+        for entry in entries:
+            if not entry.norm_valid:
+                stale.setdefault(entry.bucket_index, []).append(entry)
+        if stale:
+            for index, group in stale.items():
+                self._start_square_sums(self._buckets[index], group)
+            events, self._events = self._events, []
+            with self._log.waiting(CAUSE_NORM, "gradient norm"):
+                for event in events:
+                    event.wait()
+            self._log.reap()
+        present = {entry.index for entry in entries}
+        parts: list[torch.Tensor] = []
+        for entry in self._registry.entries:
+            if entry.grad_view is None:
+                continue
+            offset = self._partial_offset[entry.index]
+            part = self._partials[offset : self._partial_end(entry)]
+            parts.append(part if entry.index in present else torch.zeros_like(part))
+        return _tree_sum(torch.cat(parts)) if parts else 0.0
+
+
+def _tree_sum(values: torch.Tensor) -> float:
+    """Add float64 values pairwise in a balanced tree whose shape depends on their number alone."""
+    while values.numel() > 1:
+        if values.numel() % 2:
+            values = torch.cat([values, values.new_zeros(1)])
+        values = values[0::2] + values[1::2]
+    return float(values) if values.numel() else 0.0

@@ -1,0 +1,367 @@
+"""The only place that touches user modules: hooks that hold a unit's parameters on the device while it works.
+
+Note: life of a unit.
+    Forward: before it runs, its buckets are fetched and its parameters point at the device; afterwards they point at
+    the host again and the buckets may leave. Backward: a pre-hook on the node that made the unit's output does the
+    same; the unit stays "in use" until the next unit's pre-hook comes that does not lie inside it. Recomputation
+    (activation checkpointing) is a forward inside a backward: it counts as part of the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_engine.buckets import Bucket, ParameterEntry, Registry, Unit
+from offload_engine.device import Device
+from offload_engine.streaming.external import ExternalChanges
+from offload_engine.streaming.gradients import GradientStore
+from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.streaming.order import UseOrder
+from offload_engine.streaming.residency import ResidencyManager
+from offload_engine.timeline import BACKWARD, EVAL, FORWARD
+
+__all__ = ["Streamer"]
+
+_graph_task_id = torch._C._current_graph_task_id
+_no_modes = torch._C.DisableTorchFunction
+"""The engine's own tensor calls go past torch function modes: the user's, and the read guard."""
+
+_Frame = tuple[Unit, ...]
+"""A unit in progress and the units around it, innermost first."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a module's output: tensors, sequences, mappings, dataclasses, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with `change` applied to the tensors in tuples, lists and dicts; other objects stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(each, change) for each in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(each, change) for each in value)
+    if type(value) is dict:
+        return {key: map_tensors(each, change) for key, each in value.items()}
+    return value
+
+
+class Streamer:
+    """Follows the model's passes and keeps the right buckets on the device.
+
+    Owns: all hooks on modules and parameters, until `close`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        registry: Registry,
+        buckets: Sequence[Bucket],
+        device: Device,
+        residency: ResidencyManager,
+        gradients: GradientStore,
+        external: ExternalChanges,
+        order: UseOrder,
+        log: LaneLog,
+    ) -> None:
+        self._buckets = buckets
+        self._registry = registry
+        self._device = device
+        self._residency = residency
+        self._gradients = gradients
+        self._external = external
+        self._order = order
+        self._log = log
+        self._stack: list[Unit] = []
+        self._recompute_stack: list[Unit] = []
+        self._root_depth = 0
+        self._pass_kind = ""
+        self._phase_start_ns = 0
+        self._backward_tasks: list[int] = []
+        self._backward_frame: _Frame = ()
+        self._in_use: _Frame = ()
+        self._unit_buckets: dict[int, list[Bucket]] = {}
+        self._handles: list[Any] = []
+        self._buffer_keys = {id(bucket.buffer.storage) for bucket in buckets}
+        self._hook_modules(model)
+        self._hook_parameters()
+
+    def _hook_modules(self, model: nn.Module) -> None:
+        units = {id(unit.module): unit for unit in self._registry.units}
+        root = units.pop(id(model), None) or Unit("model", model, [], [])
+        add = self._handles.append
+        add(model.register_forward_pre_hook(lambda module, args: self._enter_root(root), prepend=True))
+        add(model.register_forward_hook(lambda module, args, out: self._exit_root(root, out), always_call=True))
+        for unit in (root, *units.values()):
+            indices = dict.fromkeys(entry.bucket_index for entry in unit.entries)
+            self._unit_buckets[id(unit)] = [self._buckets[index] for index in indices]
+        for unit in units.values():
+            module = unit.module
+            add(module.register_forward_pre_hook(lambda _, __, unit=unit: self._enter(unit), prepend=True))
+            add(
+                module.register_forward_hook(
+                    lambda _, __, out, unit=unit: self._exit(unit, out), always_call=True
+                )
+            )
+
+    def _hook_parameters(self) -> None:
+        for entry in self._registry.entries:
+            if entry.trainable:
+                before = self._gradient_hook(self._gradients.before_accumulate, entry)
+                after = self._gradient_hook(self._gradients.after_accumulate, entry)
+                self._handles.append(entry.param.register_hook(before))
+                self._handles.append(entry.param.register_post_accumulate_grad_hook(after))
+
+    def _gradient_hook(
+        self, act: Callable[[ParameterEntry], None], entry: ParameterEntry
+    ) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            with _no_modes():
+                self._begin_backward()
+                act(entry)
+
+        return hook
+
+    def close(self) -> None:
+        """Take all hooks off. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Forward.
+
+    def _enter_root(self, root: Unit) -> None:
+        with _no_modes():
+            if _graph_task_id() == -1:
+                if self._root_depth == 0:
+                    self.settle()
+                    self._external.sweep()
+                    self._begin_pass()
+                    self._phase_start_ns = self._log.timeline.clock()
+                self._root_depth += 1
+                self._device.enter_compute()
+            self._enter_unit(root)
+
+    def _exit_root(self, root: Unit, output: Any) -> Any:
+        with _no_modes():
+            changed = self._exit_unit(root, output)
+            if _graph_task_id() == -1 and self._root_depth > 0:
+                self._root_depth -= 1
+                self._device.exit_compute()
+                if self._root_depth == 0:
+                    self._end_pass()
+            return changed
+
+    def _begin_pass(self) -> None:
+        self._pass_kind = FORWARD if torch.is_grad_enabled() else EVAL
+        self._order.begin(self._pass_kind)
+
+    def _end_pass(self) -> None:
+        kind = self._pass_kind
+        self._pass_kind = ""
+        self._order.end()
+        self._log.idle()
+        if self._log.timeline.enabled:
+            self._log.timeline.phase(kind, self._phase_start_ns, self._log.timeline.clock())
+        if not torch.is_grad_enabled():
+            self._residency.evict_idle()
+
+    def _enter(self, unit: Unit) -> None:
+        with _no_modes():
+            self._enter_unit(unit)
+
+    def _enter_unit(self, unit: Unit) -> None:
+        if _graph_task_id() != -1:
+            self._recompute_stack.append(unit)
+            self._use_in_backward(self._backward_frame)
+            return
+        if not self._pass_kind:
+            # A part of the model is called without the whole: there is no telling where the pass ends.
+            self.settle()
+            self._external.sweep()
+            self._begin_pass()
+            self._phase_start_ns = self._log.timeline.clock()
+        self._stack.append(unit)
+        self._registry.check_slots(unit)
+        self._hold(unit)
+
+    def _exit(self, unit: Unit, output: Any) -> Any:
+        with _no_modes():
+            return self._exit_unit(unit, output)
+
+    def _exit_unit(self, unit: Unit, output: Any) -> Any:
+        """Let go of the unit. Runs also when its forward raised (then `output` is None)."""
+        recomputing = _graph_task_id() != -1
+        stack = self._recompute_stack if recomputing else self._stack
+        while stack:
+            last = stack.pop()
+            if not recomputing:
+                self._let_go(last)
+            if last is unit:
+                break
+        if output is None or not unit.entries:
+            return None
+        changed = self._detach_escapes(output)
+        if torch.is_grad_enabled():
+            frame = (unit, *reversed(stack))
+            seen: set[int] = set()
+            for tensor in tensors_in(output if changed is None else changed):
+                node = tensor.grad_fn
+                if node is not None and id(node) not in seen:
+                    seen.add(id(node))
+                    node.register_prehook(lambda _, frame=frame: self._enter_backward(frame))
+        return changed
+
+    def _detach_escapes(self, output: Any) -> Any:
+        """Return the output with views of device buffers replaced by copies, or None if it has none.
+
+        A module that returns (a view of) its parameter, as position embeddings do, would hand out memory that is
+        freed when its bucket leaves.
+        """
+        keys = self._buffer_keys
+        if not any(id(tensor.untyped_storage()) in keys for tensor in tensors_in(output) if _has_storage(tensor)):
+            return None
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            escapes = _has_storage(tensor) and id(tensor.untyped_storage()) in keys
+            return tensor.clone() if escapes else tensor
+
+        return map_tensors(output, own)
+
+    # Holding: buckets on the device, parameters pointing there.
+
+    def _hold(self, unit: Unit) -> None:
+        buckets = self._unit_buckets[id(unit)]
+        for bucket in buckets:
+            bucket.uses += 1
+        for entry in unit.entries:
+            if entry.uses == 0:
+                self._external.check(entry)
+        for bucket in buckets:
+            try:
+                self._residency.require(bucket)
+            except BaseException:
+                self._unhold_buckets(buckets)
+                if self._stack and self._stack[-1] is unit:
+                    self._stack.pop()
+                raise
+        for entry in unit.entries:
+            if entry.uses == 0:
+                entry.param.data = entry.device_view
+            entry.uses += 1
+        for bucket in buckets:
+            if self._order.note(bucket.index):
+                self._residency.prefetch(self._order.upcoming())
+                self._log.busy(bucket.name, bucket.index)
+
+    @staticmethod
+    def _unhold_buckets(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.uses -= 1
+
+    def _let_go(self, unit: Unit) -> None:
+        for entry in unit.entries:
+            entry.uses -= 1
+            if entry.uses == 0:
+                self._point_at_host(entry)
+        self._unhold_buckets(self._unit_buckets[id(unit)])
+
+    def _point_at_host(self, entry: ParameterEntry) -> None:
+        param = entry.param
+        if param._version != entry.seen_version or param.data_ptr() != entry.device_view.data_ptr():
+            # Written while on the device (in place, or by assigning data): the host copies follow.
+            self._external.written(entry, param.data)
+        param.data = entry.host_view
+
+    # Backward.
+
+    def _enter_backward(self, frame: _Frame) -> None:
+        with _no_modes():
+            self._begin_backward()
+            self._backward_frame = frame
+            self._recompute_stack.clear()
+            self._use_in_backward(frame)
+
+    def _use_in_backward(self, frame: _Frame) -> None:
+        wanted = tuple(dict.fromkeys((*reversed(self._recompute_stack), *frame)))
+        before = self._in_use
+        if wanted == before:
+            return
+        # Let go first: what the last unit leaves makes room for the next one.
+        kept = tuple(unit for unit in before if unit in wanted)
+        self._in_use = kept
+        for unit in before:
+            if unit not in wanted:
+                self._let_go(unit)
+        for unit in wanted:
+            if unit not in kept:
+                self._hold(unit)
+                self._in_use = (*self._in_use, unit)
+        self._in_use = wanted
+
+    def _begin_backward(self) -> None:
+        task = _graph_task_id()
+        if task == -1 or task in self._backward_tasks:
+            return
+        if not self._backward_tasks:
+            self._end_open_pass()
+            self._pass_kind = BACKWARD
+            self._order.begin(BACKWARD)
+            self._phase_start_ns = self._log.timeline.clock()
+        self._backward_tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        with _no_modes():
+            if task in self._backward_tasks:
+                self._backward_tasks.remove(task)
+            if not self._backward_tasks:
+                self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        self._recompute_stack.clear()
+        self._backward_frame = ()
+        self._use_in_backward(())
+        self._log.idle()
+        self._gradients.finish_backward()
+        self._order.end()
+        self._pass_kind = ""
+        self._residency.evict_idle()
+        if self._log.timeline.enabled:
+            self._log.timeline.phase(BACKWARD, self._phase_start_ns, self._log.timeline.clock())
+
+    def settle(self) -> None:
+        """Close what an exception, or a call of a part of the model, has left open."""
+        if _graph_task_id() != -1:
+            return
+        if self._backward_tasks:
+            self._backward_tasks.clear()
+            self._finish_backward()
+        self._end_open_pass()
+
+    def _end_open_pass(self) -> None:
+        while self._stack and self._root_depth == 0:
+            self._let_go(self._stack.pop())
+        if self._pass_kind and self._root_depth == 0:
+            self._end_pass()
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"

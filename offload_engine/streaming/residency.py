@@ -1,0 +1,219 @@
+"""Fetching and evicting buckets: who is on the device, who is on the way, who leaves when room is short.
+
+Called by the streamer (module hooks) and, as pressure handler, by the device. Works on the main thread and, under
+an accelerator, on autograd's device thread while the main one waits in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from offload_engine.buckets import Bucket, Residency
+from offload_engine.device import Device
+from offload_engine.plan import StepPlan
+from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_UPDATE, H2D
+
+__all__ = ["ResidencyManager"]
+
+
+class ResidencyManager:
+    """Keeps every bucket that is in use on the device, and no more than fits.
+
+    Invariants: a bucket with `uses > 0` is never evicted; a fetch starts after the bucket's pending update; compute
+    waits for a fetch before it uses the bucket; what is evicted needs no copy back, since the host copy is the truth.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], device: Device, log: LaneLog, plan: StepPlan) -> None:
+        self._buckets = buckets
+        self._device = device
+        self._log = log
+        self.plan = plan
+        self.free_gradients: Callable[[], bool] = lambda: False
+        """Waits for one gradient copy to finish and frees its device memory; False when there is none."""
+        self._clock = 0
+        self._expected: frozenset[int] = frozenset()
+        self._other_peak_bytes = -1
+        self._other_peak_now = 0
+        self.fetches = 0
+        self.evictions = 0
+        for bucket in buckets:
+            device.watch_buffer(bucket.buffer, lambda bucket=bucket: self.require(bucket))
+
+    # Fetch.
+
+    def require(self, bucket: Bucket) -> None:
+        """Have the bucket on the device: everything that compute does from now on sees its present values.
+
+        Raises:
+            DeviceMemoryError: the budget does not hold it beside what is in use.
+            KernelError: its update or its copy failed.
+        """
+        self._clock += 1
+        bucket.last_use = self._clock
+        if bucket.residency is Residency.RESIDENT and bucket.device_version == bucket.version:
+            return
+        if bucket.residency is not Residency.HOST and bucket.device_version != bucket.version:
+            self._drop(bucket)
+        if bucket.residency is Residency.HOST:
+            self._make_room(bucket)
+            self._start_fetch(bucket)
+        self._wait_fetch(bucket)
+
+    def _start_fetch(self, bucket: Bucket) -> None:
+        bucket.buffer.allocate()
+        pending = bucket.pending_update
+        after = () if pending is None else (pending,)
+        transfer = self._device.start_h2d(bucket.device_flat, bucket.working, bucket.name, after)
+        bucket.transfer = transfer
+        bucket.residency = Residency.ARRIVING
+        bucket.device_version = bucket.version
+        self.fetches += 1
+        self._log.job(
+            transfer.event, H2D, bucket.name, bucket=bucket.index, nbytes=transfer.nbytes, on_done=transfer.release
+        )
+
+    def _wait_fetch(self, bucket: Bucket) -> None:
+        transfer = bucket.transfer
+        assert transfer is not None
+        pending = bucket.pending_update
+        if pending is not None:
+            if not pending.done():
+                with self._log.waiting(CAUSE_UPDATE, bucket.name, bucket.index):
+                    pending.wait()
+            else:
+                pending.wait()
+            bucket.pending_update = None
+        if self._device.counts_everything and transfer.done():
+            transfer.wait()  # raises if it failed
+        else:
+            with self._log.waiting(CAUSE_FETCH, bucket.name, bucket.index):
+                self._device.wait_compute(transfer)
+        bucket.transfer = None
+        bucket.residency = Residency.RESIDENT
+        self._log.reap()
+        if self._log.timeline.enabled:
+            self._log.timeline.memory("device", self._device.used_bytes(), self._log.timeline.clock())
+
+    def prefetch(self, upcoming: Sequence[int]) -> None:
+        """Start fetches of the buckets expected next, up to the plan's look-ahead, as far as there is room."""
+        window: list[Bucket] = []
+        ahead = 0
+        for index in upcoming:
+            bucket = self._buckets[index]
+            ahead += bucket.nbytes
+            if ahead > self.plan.lookahead_bytes:
+                break
+            window.append(bucket)
+        self._expected = frozenset(bucket.index for bucket in window)
+        for bucket in window:
+            if bucket.residency is Residency.HOST:
+                if not self._find_room(bucket.nbytes, keep=self._expected):
+                    return
+                self._clock += 1
+                bucket.last_use = self._clock
+                self._start_fetch(bucket)
+
+    # Room.
+
+    def _room_bytes(self) -> float:
+        """Return the bytes that buckets may still take now, activations to come left aside where they are known."""
+        budget = self._device.budget_bytes
+        if budget is None:
+            return float("inf")
+        free = self._device.free_bytes()
+        assert free is not None
+        if self._device.counts_everything:
+            return free
+        other = budget - free - self.resident_bytes()
+        self._other_peak_now = max(self._other_peak_now, other)
+        if self._other_peak_bytes < 0:
+            return free  # the first step: nothing is known of the activations to come
+        return free - max(0, self._other_peak_bytes - other)
+
+    def _find_room(self, nbytes: int, *, keep: frozenset[int]) -> bool:
+        """Evict idle buckets outside `keep`, least recently used first, until `nbytes` fit. False if they do not."""
+        while self._room_bytes() < nbytes:
+            victim = self._oldest_idle(keep)
+            if victim is None:
+                return False
+            self.evict(victim)
+        return True
+
+    def _make_room(self, bucket: Bucket) -> None:
+        if self._cautious:
+            for other in self._buckets:
+                if other is not bucket and other.index not in self._expected:
+                    self.evict(other)
+        if self._find_room(bucket.nbytes, keep=self._expected | {bucket.index}):
+            return
+        free = self._device.free_bytes()
+        if free is not None and free < bucket.nbytes:
+            self.relieve(bucket.nbytes - free)
+
+    @property
+    def _cautious(self) -> bool:
+        """Evict right after use: on a device whose activations are not known yet (its first step)."""
+        return not self._device.counts_everything and self._other_peak_bytes < 0
+
+    def _oldest_idle(self, keep: frozenset[int]) -> Bucket | None:
+        idle = [
+            bucket
+            for bucket in self._buckets
+            if bucket.residency is Residency.RESIDENT and bucket.uses == 0 and bucket.index not in keep
+        ]
+        return min(idle, key=lambda bucket: bucket.last_use, default=None)
+
+    def relieve(self, missing_bytes: int) -> None:
+        """Free at least `missing_bytes` if that can be done: idle buckets, gradients on their way, prefetched ones."""
+        self._log.reap()
+        wanted = self._device.used_bytes() - missing_bytes
+        while self._device.used_bytes() > wanted:
+            victim = self._oldest_idle(self._expected)
+            if victim is not None:
+                self.evict(victim)
+                continue
+            with self._log.waiting(CAUSE_MEMORY, "gradients on their way to the host"):
+                freed = self.free_gradients()
+            if freed:
+                continue
+            ahead = [b for b in self._buckets if b.residency is not Residency.HOST and b.uses == 0]
+            if not ahead:
+                return
+            self.evict(max(ahead, key=lambda bucket: bucket.last_use))
+
+    # Evict.
+
+    def evict(self, bucket: Bucket) -> None:
+        """Give the bucket's device bytes back unless it is in use. Waits for a fetch on its way."""
+        if bucket.uses == 0:
+            self._drop(bucket)
+
+    def _drop(self, bucket: Bucket) -> None:
+        if bucket.residency is Residency.HOST:
+            return
+        if bucket.transfer is not None:
+            self._device.wait_compute(bucket.transfer)
+            bucket.transfer.wait()
+            bucket.transfer = None
+        bucket.buffer.free()
+        bucket.residency = Residency.HOST
+        self.evictions += 1
+
+    def evict_idle(self, *, keep_resident: bool = True) -> None:
+        """Evict everything that no unit uses, except what the plan keeps."""
+        self._expected = frozenset()
+        for bucket in self._buckets:
+            if not (keep_resident and bucket.index in self.plan.resident and bucket.device_version == bucket.version):
+                self.evict(bucket)
+        self._log.reap()
+
+    def end_step(self) -> None:
+        """Take this step's largest use by activations and gradients as what to expect of the next."""
+        if self._other_peak_now > 0:
+            self._other_peak_bytes = self._other_peak_now
+            self._other_peak_now = 0
+
+    def resident_bytes(self) -> int:
+        """Return the device bytes of all buckets that are there or on their way."""
+        return sum(bucket.nbytes for bucket in self._buckets if bucket.residency is not Residency.HOST)
