@@ -360,7 +360,7 @@ def test_an_exception_in_the_block_leaves_only_the_old_one(tmp_path: Path) -> No
     write_checkpoint(tmp_path / "ckpt", 1.0)
     with pytest.raises(ZeroDivisionError), atomic_directory(tmp_path / "ckpt") as folder:
         (folder / "half").write_text("x")
-        1 / 0  # noqa: B018
+        1 / 0
     assert read_checkpoint(tmp_path / "ckpt") == 1.0
     only_checkpoint(tmp_path)
 

@@ -80,7 +80,7 @@ def test_version_2_high_counts_and_max_means_none(tmp_path: Path) -> None:
 def test_version_2_in_a_container_reads_the_mount_itself(tmp_path: Path) -> None:
     v2(tmp_path, {"memory.max": 2 * GIB, "memory.current": 3 * GIB}, group="/")
     assert cgroup.memory(tmp_path) == cgroup.GroupMemory(2 * GIB, 3 * GIB, 0)
-    v2(tmp_path, {}, group="/../../other")  # a group outside of this namespace
+    v2(tmp_path, {"../../other/memory.max": 5}, group="/../../other")  # a group outside of this namespace
     assert cgroup.memory(tmp_path).limit_bytes == 2 * GIB
 
 
