@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
 .PHONY: help setup setup-hf train test test-slow test-gpu lint format sanitize bench clean
@@ -74,6 +74,17 @@ lint: $(VENV)/.installed ## linter, formatter, types
 format: $(VENV)/.installed ## let the formatter and the linter's safe fixes loose
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
+
+# The extension again, with address and undefined-behaviour checks, in a copy of the package under build/.
+SANITIZE_CXX ?= g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZE_TESTS ?= $(wildcard tests/unit/test_kernels*.py)
+
+sanitize: $(VENV)/.installed ## the kernel tests under the address and undefined-behaviour sanitizers
+	@CXX='$(SANITIZE_CXX)' $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib build/sanitize/lib
+	@cxx=($(firstword $(SANITIZE_CXX))); \
+	LD_PRELOAD="$$($$cxx -print-file-name=libasan.so) $$($$cxx -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/python -m pytest -o pythonpath=build/sanitize/lib -m "not slow" $(SANITIZE_TESTS) $(ARGS)
 
 bench: $(VENV)/.installed ## measure the update kernel and a whole step
 	@$(BIN)/offload-engine bench update $(ARGS)
