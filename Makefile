@@ -81,8 +81,8 @@ SANITIZE_TESTS ?= $(wildcard tests/unit/test_kernels*.py)
 
 sanitize: $(VENV)/.installed ## the kernel tests under the address and undefined-behaviour sanitizers
 	@CXX='$(SANITIZE_CXX)' $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib build/sanitize/lib
-	@cxx=($(firstword $(SANITIZE_CXX))); \
-	LD_PRELOAD="$$($$cxx -print-file-name=libasan.so) $$($$cxx -print-file-name=libubsan.so)" \
+	@runtime() { $(firstword $(SANITIZE_CXX)) -print-file-name=lib$$1.so; }; \
+	LD_PRELOAD="$$(runtime asan) $$(runtime ubsan)" \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest -o pythonpath=build/sanitize/lib -m "not slow" $(SANITIZE_TESTS) $(ARGS)
 
