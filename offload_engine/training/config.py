@@ -229,7 +229,7 @@ class JobConfig:
         if isinstance(self.model, DecoderConfig):
             if self.train.seq_len > self.model.seq:
                 raise ConfigError(
-                    f"train.seq_len is {self.train.seq_len}, but the model's longest sequence is {self.model.seq} tokens. "
+                    f"train.seq_len is {self.train.seq_len}, but the model takes {self.model.seq} tokens at most. "
                     f"Raise model.seq or lower train.seq_len."
                 )
             if self.data.tokenizer == "model":

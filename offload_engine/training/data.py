@@ -27,10 +27,6 @@ class Batch:
     inputs_BT: Tensor
     targets_BT: Tensor
 
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
-        return Batch(self.inputs_BT.to(device), self.targets_BT.to(device))
-
 
 def read_text(config: DataConfig) -> str:
     """Return the whole text of a [data] section, always in the same order.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 from offload_engine.checkpoint.format import resolve
-from offload_engine.errors import CheckpointError
+from offload_engine.errors import CheckpointError, ConfigError
 
 __all__ = ["RunFolder"]
 
@@ -31,6 +32,21 @@ class RunFolder:
         except CheckpointError:
             return False
         return True
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder '{self.path}' cannot be written: {error.strerror}. Set run.out to one that can."
+            ) from None
 
     def clear(self) -> None:
         """Remove what an earlier run of the same name left, so that no files of two runs lie side by side."""

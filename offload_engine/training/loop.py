@@ -116,7 +116,6 @@ class Job:
         start = time.perf_counter()
         losses = []
         for batch in self.data.micro_batches(state.step):
-            batch = batch.to(trainer.device)
             loss = batch_loss(trainer(batch.inputs_BT), batch)
             trainer.backward(loss / train.accumulation)
             losses.append(loss.detach())
@@ -129,6 +128,7 @@ class Job:
         if not math.isfinite(grad_norm):
             raise self._non_finite("gradient norm", grad_norm, lr)
         trainer.step()
+        trainer.optimizer.zero_grad()
         self.schedule.step()
         seconds = time.perf_counter() - start
         state.step += 1
@@ -164,7 +164,6 @@ class Job:
         self.trainer.eval()
         losses = []
         for batch in self.data.heldout():
-            batch = batch.to(self.trainer.device)
             losses.append(batch_loss(self.trainer(batch.inputs_BT), batch))
         self.trainer.train()
         return _mean(losses)
@@ -198,7 +197,8 @@ class Job:
         per_byte = 1 / self.data.heldout_bytes_per_token
         before, after = state.heldout_loss_before, self.heldout_loss_after
         tokens = state.step * config.train.tokens_per_step
-        summary = {
+        # The trainer knows of this part of a resumed run; where both have a word, the whole run's counts.
+        summary = self.trainer.summary() | {
             "run": config.run.name,
             "outcome": outcome,
             "engine_enabled": config.engine.enabled,
@@ -214,7 +214,6 @@ class Job:
             "tokens": tokens,
             "training_s": state.training_s,
             "tokens_per_s": tokens / state.training_s if state.training_s else 0.0,
-            **self.trainer.summary(),
         }
         write_json(self.folder.summary, summary)
         if config.engine.timeline:
@@ -260,6 +259,7 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
     folder = RunFolder(config.run.folder)
     if resume and not folder.has_checkpoint():
         raise ConfigError(f"there is nothing to resume in {folder.path}. Run without --resume first.")
+    folder.make()
     progress = Progress(config.train.log_every)
     job = Job(config, folder, progress)
     try:

@@ -21,4 +21,5 @@ def logits_of(output: Any) -> Tensor:
 def batch_loss(output: Any, batch: Batch) -> Tensor:
     """Return the mean next-token cross-entropy in nats per token, taken in fp32."""
     logits_BTV = logits_of(output)
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch.targets_BT.flatten())
+    targets_BT = batch.targets_BT.to(logits_BTV.device)
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())

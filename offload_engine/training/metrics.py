@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from offload_engine.errors import ConfigError
-
 __all__ = ["MetricsLog", "write_text_atomic"]
 
 
@@ -30,19 +28,13 @@ class MetricsLog:
     """metrics.jsonl, open for appending. Each line goes out in one write, so a killed run leaves whole lines.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder must exist.
         last_step: keep the lines of steps up to this one and drop the rest: 0 starts a new file.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(path, _lines_up_to(path, last_step))
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. Set run.out to a folder that can."
-            ) from error
+        write_text_atomic(path, _lines_up_to(path, last_step))
+        self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> MetricsLog:
         return self

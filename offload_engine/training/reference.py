@@ -81,8 +81,9 @@ class PlainTrainer:
         return 16 * sum(p.numel() for p in self._masters.values() if p.requires_grad)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
+        """Move the inputs to the device and run the model's forward."""
         phase = "FORWARD" if torch.is_grad_enabled() else "EVAL"
+        args = tuple(a.to(self.device) if isinstance(a, Tensor) else a for a in args)
         return self._timed(phase, lambda: self.model(*args, **kwargs))
 
     def backward(self, loss: Tensor) -> None:
@@ -112,9 +113,8 @@ class PlainTrainer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients and clear them; in bf16, round the masters into the working parameters."""
+        """Apply the gradients; in bf16, round the masters into the working parameters."""
         self._timed("UPDATE", self.optimizer.step)
-        self.optimizer.zero_grad(set_to_none=True)
         if self._masters is not self._working:
             for name, working in self._working.items():
                 working.copy_(self._masters[name])

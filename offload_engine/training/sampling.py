@@ -34,7 +34,7 @@ def sample_text(
     for _ in range(length_bytes):
         if len(tokenizer.decode(tokens).encode()) >= wanted_bytes:
             break
-        inputs_BT = torch.tensor([tokens[-context:]], device=trainer.device)
+        inputs_BT = torch.tensor([tokens[-context:]])
         logits_V = logits_of(trainer(inputs_BT))[0, -1].float().cpu()
         if temperature == 0:
             tokens.append(int(logits_V.argmax()))

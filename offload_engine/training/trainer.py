@@ -25,10 +25,6 @@ class Trainer(Protocol):
         """What was recorded so far."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the inputs go."""
-
-    @property
     def device_bytes(self) -> int:
         """Device memory in use now; 0 where nothing counts it."""
 
@@ -37,7 +33,7 @@ class Trainer(Protocol):
         """Device budget; None where there is none."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
+        """Move the inputs to the device and run the model's forward."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch."""
@@ -46,7 +42,7 @@ class Trainer(Protocol):
         """Scale the gradients down to `max_norm`, if they are above it; return the norm before."""
 
     def step(self) -> None:
-        """Apply the gradients. May return before it is done."""
+        """Apply the gradients. May return before it is done; the gradients stay until `zero_grad`."""
 
     def train(self) -> Any:
         """Put the model's modules in training mode."""

@@ -45,7 +45,9 @@ def test_engine_section_has_every_engine_field() -> None:
     assert names == [*(field.name for field in dataclasses.fields(EngineConfig)), "enabled"]
 
 
-@pytest.mark.parametrize("cls", [RunConfig, DecoderConfig, HuggingFaceConfig, DataConfig, TrainConfig, EngineSection])
+@pytest.mark.parametrize(
+    "cls", [RunConfig, DecoderConfig, HuggingFaceConfig, DataConfig, TrainConfig, EngineSection]
+)
 def test_every_field_is_documented(cls: type) -> None:
     import ast
     import inspect

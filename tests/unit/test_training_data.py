@@ -50,7 +50,9 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path: Path, numbered: TextDat
     for step in (0, 7, 200):
         first = [b.inputs_BT for b in numbered.micro_batches(step)]
         assert all(torch.equal(x, b.inputs_BT) for x, b in zip(first, again.micro_batches(step), strict=True))
-        assert not all(torch.equal(x, b.inputs_BT) for x, b in zip(first, other.micro_batches(step), strict=True))
+        assert not all(
+            torch.equal(x, b.inputs_BT) for x, b in zip(first, other.micro_batches(step), strict=True)
+        )
 
 
 def test_an_epoch_takes_every_window_once_and_the_next_one_in_a_new_order(tmp_path: Path) -> None:
@@ -72,7 +74,9 @@ def test_heldout_text_is_the_end_and_never_trained_on(numbered: TextData) -> Non
     text = " ".join(f"{i:03d}" for i in range(400))
     assert bytes(whole.tolist()).decode() == text
     assert len(numbered.heldout_tokens) == round(len(text) * 0.1)
-    trained = {tuple(row.tolist()) for step in range(60) for b in numbered.micro_batches(step) for row in b.inputs_BT}
+    trained = {
+        tuple(row.tolist()) for step in range(60) for b in numbered.micro_batches(step) for row in b.inputs_BT
+    }
     held_out = {tuple(row.tolist()) for b in numbered.heldout() for row in b.inputs_BT}
     assert not trained & held_out
 

@@ -41,6 +41,7 @@ def train(trainer: PlainTrainer, steps: int, skip: int = 0, clip: float = 0.5) -
             losses.append(loss.item())
         trainer.clip_grad_norm_(clip)
         trainer.step()
+        trainer.optimizer.zero_grad()
     return losses
 
 
@@ -102,7 +103,9 @@ def test_clip_returns_the_norm_before_and_scales_only_above_the_limit() -> None:
     grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
     assert trainer.clip_grad_norm_(norm * 2) == pytest.approx(norm, rel=1e-12)
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), grads, strict=True) if p.grad is not None)
+    assert all(
+        torch.equal(p.grad, g) for p, g in zip(net.parameters(), grads, strict=True) if p.grad is not None
+    )
     trainer.clip_grad_norm_(norm / 2)
     assert trainer.clip_grad_norm_(math.inf) == pytest.approx(norm / 2, rel=1e-5)
 

@@ -1,0 +1,223 @@
+"""The whole job on a tiny model with the engine off: files, resume, interruption, and losses that are not finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_engine import timeline
+from offload_engine.errors import CheckpointError, ConfigError, NonFiniteError
+from offload_engine.training.config import JobConfig, from_mapping
+from offload_engine.training.loop import Job, Outcome, run_job
+from offload_engine.training.metrics import MetricsLog
+
+SUMMARY_KEYS = {
+    "steps",
+    "first_loss",
+    "last_loss",
+    "heldout_loss_before",
+    "heldout_loss_after",
+    "tokens_per_s",
+    "device_budget_bytes",
+    "device_peak_bytes",
+    "model_state_bytes",
+    "host_peak_bytes",
+    "bytes_by_lane",
+    "busy_share_by_lane",
+    "exposed_wait_s_by_cause",
+    "kernel_isa",
+    "device_kind",
+}
+METRICS_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "device_bytes"}
+
+
+def job(out: Path, name: str = "t", **changes: Any) -> JobConfig:
+    train = {
+        "steps": 8,
+        "accumulation": 2,
+        "seq_len": 16,
+        "lr": 0.01,
+        "warmup_steps": 2,
+        "eval_batches": 2,
+        "sample_bytes": 6,
+    }
+    sections: dict[str, Any] = {
+        "run": {"name": name, "out": str(out)},
+        "model": {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 16},
+        "data": {},
+        "train": train,
+        "engine": {"enabled": False},
+    }
+    for key, value in changes.items():
+        section, field = key.split("__")
+        sections[section][field] = value
+    return from_mapping(sections)
+
+
+def metrics(config: JobConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(config: JobConfig) -> list[tuple[float, ...]]:
+    return [(m["step"], m["loss"], m["lr"], m["grad_norm"]) for m in metrics(config)]
+
+
+def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job(tmp_path)
+    assert run_job(config) is Outcome.FINISHED
+    folder = config.run.folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == 8
+    assert summary["heldout_loss_after"] < summary["heldout_loss_before"]
+    assert summary["first_loss"] == metrics(config)[0]["loss"]
+    assert summary["last_loss"] == metrics(config)[-1]["loss"]
+    assert [m["step"] for m in metrics(config)] == list(range(1, 9))
+    assert metrics(config)[0].keys() == METRICS_KEYS
+    assert (folder / "sample.txt").read_text().startswith("The ")
+    assert {event.kind for event in timeline.load(folder / "timeline.json")} >= {"phase", "step"}
+    assert not list(folder.glob(".*"))
+    printed = capsys.readouterr().out
+    assert "step 8/8  loss" in printed
+    assert "held-out loss" in printed
+
+
+def test_the_schedule_warms_up_and_falls_as_a_cosine(tmp_path: Path) -> None:
+    config = job(tmp_path, train__min_lr_share=0.0)
+    run_job(config)
+    rates = [m["lr"] for m in metrics(config)]
+    assert rates[:3] == [0.005, 0.01, 0.01]
+    assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(tmp_path: Path, precision: str) -> None:
+    whole, parts = (job(tmp_path, name, engine__precision=precision) for name in ("whole", "parts"))
+    run_job(whole)
+    assert run_job(parts, stop_after=3) is Outcome.STOPPED
+    assert run_job(parts, resume=True, stop_after=5) is Outcome.STOPPED
+    assert run_job(parts, resume=True) is Outcome.FINISHED
+    assert numbers(parts) == numbers(whole)
+    ends = [json.loads((c.run.folder / "summary.json").read_text()) for c in (whole, parts)]
+    for key in ("first_loss", "last_loss", "heldout_loss_before", "heldout_loss_after", "steps", "tokens"):
+        assert ends[0][key] == ends[1][key], key
+    assert (whole.run.folder / "sample.txt").read_text() == (parts.run.folder / "sample.txt").read_text()
+
+
+def test_a_run_that_died_after_its_checkpoint_goes_on_from_there(tmp_path: Path) -> None:
+    whole, parts = job(tmp_path, "whole"), job(tmp_path, "parts", train__save_every=3)
+    run_job(whole)
+    run_job(parts, stop_after=3)
+    with (parts.run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 9.0}\n{"step": 5, "lo')
+    run_job(parts, resume=True)
+    assert numbers(parts) == numbers(whole)
+
+
+def test_eval_and_save_do_not_change_the_losses(tmp_path: Path) -> None:
+    plain, busy = job(tmp_path, "plain"), job(tmp_path, "busy", train__eval_every=2, train__save_every=3)
+    run_job(plain)
+    run_job(busy)
+    assert numbers(plain) == numbers(busy)
+
+
+def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        run_job(job(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [("train__lr", 0.02), ("model__dim", 32), ("run__seed", 2), ("engine__precision", "bf16")],
+)
+def test_resume_with_other_settings_names_them(tmp_path: Path, change: str, value: Any) -> None:
+    run_job(job(tmp_path), stop_after=2)
+    before = (tmp_path / "t" / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=rf"{change.replace('__', '.')} was .* and is {value!r}"):
+        run_job(job(tmp_path, **{change: value}), resume=True)
+    assert (tmp_path / "t" / "metrics.jsonl").read_text() == before
+
+
+def test_resume_may_lengthen_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(job(tmp_path))
+    longer = job(tmp_path, train__steps=10)
+    run_job(longer, resume=True)
+    assert len(metrics(longer)) == 10
+    assert "train.steps was 8 and is 10" in capsys.readouterr().out
+
+
+def test_a_new_run_removes_what_an_old_one_left(tmp_path: Path) -> None:
+    run_job(job(tmp_path))
+    config = job(tmp_path, train__steps=3, train__sample_bytes=0)
+    run_job(config, stop_after=1)
+    assert len(metrics(config)) == 1
+    assert not (config.run.folder / "sample.txt").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path)
+    run_job(config, stop_after=3)
+    saved = (config.run.folder / "checkpoint" / "plain.safetensors").read_bytes()
+    import offload_engine.training.loop as loop
+
+    healthy, calls = loop.batch_loss, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        return healthy(*args) * (float("nan") if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(loop, "batch_loss", failing)
+    with pytest.raises(NonFiniteError) as error:
+        run_job(config, resume=True)
+    for words in (
+        "loss of step 5 is nan",
+        "lr 0.00",
+        "gradient norm",
+        "Lower train.lr",
+        "last finite loss was",
+    ):
+        assert words in str(error.value)
+    assert len(metrics(config)) == 4
+    assert json.loads((config.run.folder / "summary.json").read_text())["outcome"] == "failed"
+    assert (config.run.folder / "checkpoint" / "plain.safetensors").read_bytes() == saved
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    run_job(config, stop_after=1)
+    from offload_engine.training.folder import RunFolder
+    from offload_engine.training.progress import Progress
+
+    folder = RunFolder(config.run.folder)
+    made = Job(config, folder, Progress(1))
+    made.trainer.save(folder.checkpoint, extra={})
+    with pytest.raises(CheckpointError, match="lacks 'schedule'"):
+        run_job(config, resume=True)
+
+
+def test_an_output_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written.*run\.out"):
+        run_job(job(tmp_path / "file"))
+
+
+def test_metrics_start_anew_or_keep_the_lines_up_to_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for step in (1, 2, 3):
+            log.write({"step": step})
+    with MetricsLog(path, 2) as log:
+        log.write({"step": 3, "again": True})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "again": True},
+    ]
+    with MetricsLog(path):
+        pass
+    assert path.read_text() == ""
