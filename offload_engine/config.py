@@ -138,7 +138,7 @@ class EngineConfig:
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
     bucket_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Largest bucket, in working-copy bytes; one module's own parameters are never split.
-    None: a sixteenth of the device budget, between 64 KiB and 64 MiB."""
+    None: a sixteenth of the device budget or a 24th of the model, whichever is less, from 64 KiB to 64 MiB."""
     lookahead_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Bytes of buckets fetched ahead of use. None: two of the largest buckets. 1 effectively turns prefetch off."""
     keep_resident: bool = False

@@ -95,7 +95,8 @@ class OffloadEngine:
         self.device: Device = open_device(config, backend, copy_threads=threads.copies)
         try:
             budget = self.device.budget_bytes
-            layouts = plan_layout(registry, bucket_bytes=config.bucket_bytes or default_bucket_bytes(budget))  # type: ignore[arg-type]
+            bucket_bytes = config.bucket_bytes or default_bucket_bytes(registry, budget)
+            layouts = plan_layout(registry, bucket_bytes=bucket_bytes)
             check_budget(layouts, budget)
             self.timeline = Timeline(time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline)
             self.host_budget = HostBudget(config.host_memory, host_limits())  # type: ignore[arg-type]
@@ -124,6 +125,7 @@ class OffloadEngine:
         self._order = UseOrder([bucket.index for bucket in self._buckets])
         self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
         self._gradients = GradientStore(registry, self._buckets, self.device, log, self._cpu_lane, self._slabs)
+        self._gradients.sum_squares_early = config.max_grad_norm is not None
         self._residency.free_gradients = self._gradients.free_one
         self.device.set_pressure_handler(self._residency.relieve)
         self._external = ExternalChanges(registry, self._buckets)

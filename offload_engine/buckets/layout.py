@@ -19,6 +19,7 @@ ALIGN_NUMEL = 32
 MIN_BUCKET_BYTES = 64 * 2**10
 MAX_BUCKET_BYTES = 64 * 2**20
 BUCKETS_PER_BUDGET = 16
+BUCKETS_PER_MODEL = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,13 @@ class BucketLayout:
         return self.nbytes * (2 if self.trainable else 1)
 
 
-def default_bucket_bytes(budget_bytes: int | None) -> int:
-    """Return the largest bucket for a device budget: many buckets must fit beside the activations."""
-    if budget_bytes is None:
-        return MAX_BUCKET_BYTES
-    return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, budget_bytes // BUCKETS_PER_BUDGET))
+def default_bucket_bytes(registry: Registry, budget_bytes: int | None) -> int:
+    """Return the largest bucket: several must fit beside the activations, and updates need several to overlap."""
+    model_bytes = sum(entry.span_numel * entry.working_dtype.itemsize for entry in registry.entries)
+    wanted = model_bytes // BUCKETS_PER_MODEL
+    if budget_bytes is not None:
+        wanted = min(wanted, budget_bytes // BUCKETS_PER_BUDGET)
+    return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, wanted))
 
 
 def plan_layout(registry: Registry, *, bucket_bytes: int, rank: int = 0, world: int = 1) -> list[BucketLayout]:

@@ -19,6 +19,23 @@ from offload_engine.device.torch_modes import insert_mode, remove_mode
 __all__ = ["ReadGuard"]
 
 
+def _metadata_functions() -> frozenset[Any]:
+    """Return the calls that neither read nor write elements: they never wait."""
+    getters = (
+        "shape dtype device layout requires_grad grad_fn is_leaf ndim itemsize nbytes names _version _grad_fn "
+        "is_cpu is_cuda is_sparse is_meta is_quantized output_nr retains_grad"
+    ).split()
+    found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in getters if hasattr(torch.Tensor, name)]
+    methods = "size stride dim numel element_size storage_offset is_contiguous is_floating_point is_complex __hash__"
+    found += [getattr(torch.Tensor, name) for name in methods.split()]
+    found += [torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__]
+    found += [torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_, torch.is_floating_point]
+    return frozenset(found)
+
+
+_METADATA = _metadata_functions()
+
+
 class ReadGuard(TorchFunctionMode):
     """Owns: its place in the mode stack while updates are pending.
 
@@ -56,7 +73,8 @@ class ReadGuard(TorchFunctionMode):
             remove_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look(args)
+        if func not in _METADATA:
+            self._look(args)
         if kwargs:
             self._look(kwargs.values())
             return func(*args, **kwargs)

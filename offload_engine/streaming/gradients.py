@@ -69,6 +69,8 @@ class GradientStore:
         self._turn = 0
         self._micro_batch = 0
         self._last_micro_batches = 1
+        self.sum_squares_early = False
+        """Sum squares as gradients land, under backward; otherwise only when somebody asks for the norm."""
         self._place_partials()
 
     # From autograd.
@@ -140,7 +142,7 @@ class GradientStore:
             self._land_fresh(bucket, fresh)
         if added:
             self._land_added(bucket, added)
-        if self._micro_batch + 1 >= self._last_micro_batches:
+        if self.sum_squares_early and self._micro_batch + 1 >= self._last_micro_batches:
             self._start_square_sums(bucket, [entry for entry, _ in items])
         self._log.reap()
 
@@ -372,6 +374,7 @@ class GradientStore:
         The block sums are added in one fixed tree over all parameters in order, absent ones as zero, so the result
         does not depend on buckets, threads or timing.
         """
+        self.sum_squares_early = True  # who asks once asks every step
         stale: dict[int, list[ParameterEntry]] = {}
         for entry in entries:
             if not entry.norm_valid:
