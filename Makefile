@@ -77,7 +77,7 @@ format: $(VENV)/.installed ## let the formatter and the linter's safe fixes loos
 
 # The extension again, with address and undefined-behaviour checks, in a copy of the package under build/.
 SANITIZE_CXX ?= g++ -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
-SANITIZE_TESTS ?= $(wildcard tests/unit/test_kernels*.py)
+SANITIZE_TESTS ?= $(wildcard tests/unit/test_kernel*.py tests/unit/test_native*.py)
 
 sanitize: $(VENV)/.installed ## the kernel tests under the address and undefined-behaviour sanitizers
 	@CXX='$(SANITIZE_CXX)' $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib build/sanitize/lib
