@@ -28,6 +28,7 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "read_toml",
+    "sized",
 ]
 
 T = TypeVar("T")
@@ -52,7 +53,9 @@ def parse_bytes(value: int | str, where: str = "value") -> int:
         ConfigError: the text is not a number with a unit of `_UNITS`, or the size is not positive.
     """
     if isinstance(value, bool):
-        raise ConfigError(f"{where} is {value!r}; a size in bytes is needed: an integer, or text such as '6GiB'.")
+        raise ConfigError(
+            f"{where} is {value!r}; a size in bytes is needed: an integer, or text such as '6GiB'."
+        )
     if isinstance(value, int):
         size = value
     else:
@@ -72,6 +75,11 @@ def parse_bytes(value: int | str, where: str = "value") -> int:
     if size <= 0:
         raise ConfigError(f"{where} is {value!r}; a size must be above zero.")
     return size
+
+
+def sized(value: int | str | None) -> int | None:
+    """Return a size field of a config as bytes; None stays None."""
+    return None if value is None else parse_bytes(value)
 
 
 def format_bytes(size: int | float) -> str:
@@ -128,18 +136,18 @@ class EngineConfig:
 
     device: Literal["auto", "accelerator", "emulated"] = "auto"
     """Where compute runs. "auto": the accelerator when torch sees one, else the emulated device."""
-    device_memory: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    device_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Device budget. None: 90 % of the accelerator's free memory; unlimited on the emulated device."""
-    host_memory: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    host_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master."""
     cast_inputs: bool = True
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
-    bucket_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    bucket_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Largest bucket, in working-copy bytes; one module's own parameters are never split.
     None: a sixteenth of the device budget or a 24th of the model, whichever is less, from 64 KiB to 64 MiB."""
-    lookahead_bytes: int | None = dataclasses.field(default=None, metadata={"bytes": True})
+    lookahead_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Bytes of buckets fetched ahead of use. None: two of the largest buckets. 1 effectively turns prefetch off."""
     keep_resident: bool = False
     """Keep every bucket's working copy on the device between micro-batches instead of evicting it after backward."""
@@ -312,7 +320,8 @@ def _convert(annotation: Any, value: Any, where: str, is_bytes: bool) -> Any:
         if fixed and len(item_types) != len(value):
             raise ConfigError(f"{where} is {value!r}; it needs exactly {len(item_types)} values.")
         converted = [
-            _convert(item_types[i if fixed else 0], item, f"{where}[{i}]", False) for i, item in enumerate(value)
+            _convert(item_types[i if fixed else 0], item, f"{where}[{i}]", False)
+            for i, item in enumerate(value)
         ]
         return tuple(converted) if origin is tuple else converted
     return _convert_scalar(annotation, value, where)

@@ -25,7 +25,7 @@ from offload_engine.buckets import (
 )
 from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import master_of, save_state
-from offload_engine.config import EngineConfig, format_bytes
+from offload_engine.config import EngineConfig, format_bytes, sized
 from offload_engine.device import Device, open_device
 from offload_engine.errors import StateError
 from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
@@ -95,11 +95,13 @@ class OffloadEngine:
         self.device: Device = open_device(config, backend, copy_threads=threads.copies)
         try:
             budget = self.device.budget_bytes
-            bucket_bytes = config.bucket_bytes or default_bucket_bytes(registry, budget)
+            bucket_bytes = sized(config.bucket_bytes) or default_bucket_bytes(registry, budget)
             layouts = plan_layout(registry, bucket_bytes=bucket_bytes)
             check_budget(layouts, budget)
-            self.timeline = Timeline(time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline)
-            self.host_budget = HostBudget(config.host_memory, host_limits())  # type: ignore[arg-type]
+            self.timeline = Timeline(
+                time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline
+            )
+            self.host_budget = HostBudget(sized(config.host_memory), host_limits())
             self._slabs = SlabAllocator(self.host_budget, self.device.pin, self.device.unpin)
             self._buckets = [Bucket(layout, self._slabs, self.device) for layout in layouts]
         except BaseException:
@@ -119,12 +121,14 @@ class OffloadEngine:
         largest = max((bucket.nbytes for bucket in self._buckets), default=0)
         self.plan = StepPlan(
             resident=frozenset(range(len(self._buckets))) if config.keep_resident else frozenset(),
-            lookahead_bytes=config.lookahead_bytes or 2 * largest,  # type: ignore[arg-type]
+            lookahead_bytes=sized(config.lookahead_bytes) or 2 * largest,
             update_timing=config.update_timing,
         )
         self._order = UseOrder([bucket.index for bucket in self._buckets])
         self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
-        self._gradients = GradientStore(registry, self._buckets, self.device, log, self._cpu_lane, self._slabs)
+        self._gradients = GradientStore(
+            registry, self._buckets, self.device, log, self._cpu_lane, self._slabs
+        )
         self._gradients.sum_squares_early = config.max_grad_norm is not None
         self._residency.free_gradients = self._gradients.free_one
         self.device.set_pressure_handler(self._residency.relieve)
@@ -299,7 +303,9 @@ class OffloadEngine:
         wanted = list(by_name) if names is None else list(names)
         unknown = [name for name in wanted if name not in by_name]
         if unknown:
-            raise StateError(f"no parameter is named {unknown[0]!r}; names are those of model.named_parameters().")
+            raise StateError(
+                f"no parameter is named {unknown[0]!r}; names are those of model.named_parameters()."
+            )
         values = {name: master_of(by_name[name], self._buckets) for name in wanted}
         before = {name: value._version for name, value in values.items()}
         try:

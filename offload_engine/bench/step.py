@@ -65,13 +65,19 @@ def run(
         rounds: how often the variants take turns.
         steps: measured steps of a variant in each round, after one that is not counted.
     """
-    shape = DecoderConfig(dim=dim, layers=layers, heads=dim // 64, kv_heads=dim // 64, ffn=dim * 8 // 3 // 32 * 32)
-    place = (torch.accelerator.current_accelerator() or torch.device("cpu")) if device != "emulated" else "cpu"
+    shape = DecoderConfig(
+        dim=dim, layers=layers, heads=dim // 64, kv_heads=dim // 64, ffn=dim * 8 // 3 // 32 * 32
+    )
+    place = (
+        (torch.accelerator.current_accelerator() or torch.device("cpu")) if device != "emulated" else "cpu"
+    )
     place = torch.device(place)
     emulated = place.type == "cpu"
     variants = {"engine": False, "engine with memory ledger": True} if emulated else {"engine": False}
     times: dict[str, list[float]] = {name: [] for name in ("plain", *variants)}
-    facts: dict[str, dict[str, Any]] = {name: {"events": 0.0, "ns": 0.0, "waits": {}, "steps": 0} for name in variants}
+    facts: dict[str, dict[str, Any]] = {
+        name: {"events": 0.0, "ns": 0.0, "waits": {}, "steps": 0} for name in variants
+    }
     models = {name: _model(shape) for name in times}
     tokens = torch.randint(0, shape.vocab, (batch, length + 1), generator=torch.Generator().manual_seed(0))
 
@@ -121,7 +127,9 @@ def run(
                 events_per_step=fact["events"] / fact["steps"],
                 ns_per_event=fact["ns"],
                 timeline_share=fact["events"] / fact["steps"] * fact["ns"] / (step_ms * 1e6),
-                exposed_wait_ms={cause: 1e3 * s / fact["steps"] for cause, s in sorted(fact["waits"].items())},
+                exposed_wait_ms={
+                    cause: 1e3 * s / fact["steps"] for cause, s in sorted(fact["waits"].items())
+                },
             )
         )
     return rows

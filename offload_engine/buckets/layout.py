@@ -72,7 +72,9 @@ def default_bucket_bytes(registry: Registry, budget_bytes: int | None) -> int:
     return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, wanted))
 
 
-def plan_layout(registry: Registry, *, bucket_bytes: int, rank: int = 0, world: int = 1) -> list[BucketLayout]:
+def plan_layout(
+    registry: Registry, *, bucket_bytes: int, rank: int = 0, world: int = 1
+) -> list[BucketLayout]:
     """Put every parameter into one bucket, in order of registration; fills in the entries' bucket and offset.
 
     A bucket holds one dtype and is wholly trainable or not. A unit's own parameters stay together. The parameters of
@@ -87,7 +89,12 @@ def plan_layout(registry: Registry, *, bucket_bytes: int, rank: int = 0, world: 
             if entry.index not in placed:
                 placed.add(entry.index)
                 home = id(unit) if unit.contains_units else None
-                key = (entry.working_dtype, entry.trainable, entry.group is not None, home)
+                key: tuple[object, ...] = (
+                    entry.working_dtype,
+                    entry.trainable,
+                    entry.group is not None,
+                    home,
+                )
                 by_key.setdefault(key, []).append(entry)
         for key, entries in by_key.items():
             wanted = sum(_padded(entry.span_numel) for entry in entries)
@@ -95,7 +102,14 @@ def plan_layout(registry: Registry, *, bucket_bytes: int, rank: int = 0, world: 
             if layout is None or (layout.numel + wanted) * layout.dtype.itemsize > bucket_bytes:
                 first = entries[0]
                 layout = BucketLayout(
-                    len(layouts), first.working_dtype, first.trainable, first.group is not None, [], [], 0, Shard(0, 1, 0, 0)
+                    len(layouts),
+                    first.working_dtype,
+                    first.trainable,
+                    first.group is not None,
+                    [],
+                    [],
+                    0,
+                    Shard(0, 1, 0, 0),
                 )
                 layouts.append(layout)
                 open_layouts[key] = layout
@@ -130,7 +144,8 @@ def check_budget(layouts: list[BucketLayout], budget_bytes: int | None) -> None:
         more = len(neediest.unit_names) - len(names)
         gradients = " and as much for its gradients" if neediest.trainable else ""
         remedy = (
-            "or lower bucket_bytes, so that these modules are not fetched together" if len(neediest.unit_names) > 1
+            "or lower bucket_bytes, so that these modules are not fetched together"
+            if len(neediest.unit_names) > 1
             else "since the parameters of one module are fetched together"
         )
         raise DeviceMemoryError(

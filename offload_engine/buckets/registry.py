@@ -115,7 +115,11 @@ class Registry:
         for module, attribute, entry in unit.slots:
             current = module._parameters.get(attribute)
             if current is not entry.param:
-                found = "removed" if current is None else f"replaced by another object of shape {tuple(current.shape)}"
+                found = (
+                    "removed"
+                    if current is None
+                    else f"replaced by another object of shape {tuple(current.shape)}"
+                )
                 raise StateError(
                     f"parameter '{entry.name}' (shape {tuple(entry.shape)}) was {found} after wrapping. The engine "
                     f"keeps the old one. Call engine.close(), change the model, and wrap it anew."
@@ -136,7 +140,9 @@ def _layout(param: torch.Tensor, name: str) -> tuple[tuple[int, ...], int]:
     """Return (strides, storage span in elements) for the engine's copies of `param`."""
     if param.numel() == 0:
         return tuple(param.stride()), 0
-    pairs = sorted((stride, size) for size, stride in zip(param.shape, param.stride(), strict=True) if size > 1)
+    pairs = sorted(
+        (stride, size) for size, stride in zip(param.shape, param.stride(), strict=True) if size > 1
+    )
     reach = 1
     for stride, size in pairs:
         if stride < reach:
@@ -150,7 +156,9 @@ def _layout(param: torch.Tensor, name: str) -> tuple[tuple[int, ...], int]:
 
 def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> None:
     if param.is_sparse or param.layout is not torch.strided:
-        raise UnsupportedError(f"parameter '{name}' has layout {param.layout}; only dense (strided) ones are supported.")
+        raise UnsupportedError(
+            f"parameter '{name}' has layout {param.layout}; only dense (strided) ones are supported."
+        )
     if param.is_meta:
         raise UnsupportedError(
             f"parameter '{name}' is on the meta device and has no values. Load or initialise the model first."
@@ -230,9 +238,7 @@ def _find_units(model: nn.Module, by_param: dict[int, ParameterEntry]) -> list[U
     return units
 
 
-def discover(
-    model: nn.Module, groups: list[dict[str, Any]], precision: torch.dtype
-) -> Registry:
+def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dtype) -> Registry:
     """Read a model and its optimizer's param groups into a registry. Changes nothing.
 
     Args:

@@ -44,7 +44,10 @@ def load_state(
     """
     folder = resolve(path)
     described = read_json(folder / ENGINE_FILE)
-    with open_tensors(folder / MODEL_FILE) as model_file, open_tensors(folder / OPTIMIZER_FILE) as moments_file:
+    with (
+        open_tensors(folder / MODEL_FILE) as model_file,
+        open_tensors(folder / OPTIMIZER_FILE) as moments_file,
+    ):
         buffers = persistent_buffers(model)
         shapes = {entry.name: tuple(entry.shape) for entry in registry.entries}
         buffer_shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
@@ -69,7 +72,9 @@ def load_state(
                 if entry.group is not None:
                     assert bucket.exp_avg is not None and bucket.exp_avg_sq is not None
                     bucket.host_view(entry, bucket.exp_avg).copy_(moments_file.get(f"{entry.name}.exp_avg"))
-                    bucket.host_view(entry, bucket.exp_avg_sq).copy_(moments_file.get(f"{entry.name}.exp_avg_sq"))
+                    bucket.host_view(entry, bucket.exp_avg_sq).copy_(
+                        moments_file.get(f"{entry.name}.exp_avg_sq")
+                    )
                 entry.step.fill_(described["parameters"][entry.name]["step"])
                 bucket.version += 1
                 torch.autograd.graph.increment_version(entry.param)
@@ -81,7 +86,7 @@ def load_state(
             if key != "params":
                 group[key] = tuple(value) if isinstance(value, list) else value
     with open_tensors(folder / GENERATOR_FILE) as generator_file:
-        generators = {name: generator_file.get(name) for name in generator_file.keys()}  # noqa: SIM118
+        generators = {name: generator_file.get(name) for name in generator_file.keys()}
     return described["facts"], generators
 
 

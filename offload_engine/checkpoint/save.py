@@ -6,7 +6,7 @@ A folder with `model.safetensors` (fp32 masters, frozen parameters, persistent b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
 
@@ -16,7 +16,14 @@ from torch import nn
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
 from offload_engine.checkpoint.format import TensorItem, atomic_directory, write_json, write_tensors
 
-__all__ = ["ENGINE_FILE", "GENERATOR_FILE", "MODEL_FILE", "OPTIMIZER_FILE", "persistent_buffers", "save_state"]
+__all__ = [
+    "ENGINE_FILE",
+    "GENERATOR_FILE",
+    "MODEL_FILE",
+    "OPTIMIZER_FILE",
+    "persistent_buffers",
+    "save_state",
+]
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -67,7 +74,8 @@ def save_state(
             for entry in registry.entries
         },
         "param_groups": [
-            {**_plain(group), "params": [names[id(p)] for p in group["params"] if id(p) in names]} for group in groups
+            {**_plain(group), "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in groups
         ],
         "facts": facts,
     }
@@ -76,9 +84,13 @@ def save_state(
         write_tensors(folder / OPTIMIZER_FILE, _moment_items(registry, buckets))
         write_tensors(
             folder / GENERATOR_FILE,
-            [(name, state.dtype, state.shape, lambda s=state: s) for name, state in generators.items()],
+            [(name, state.dtype, state.shape, _giving(state)) for name, state in generators.items()],
         )
         write_json(folder / ENGINE_FILE, described)
+
+
+def _giving(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: value
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def master_of(entry: ParameterEntry, buckets: list[Bucket]) -> torch.Tensor:
-    """Return the best value that the engine has of a parameter: the fp32 master, or the working copy of a frozen one."""
+    """Return the best value that the engine has of a parameter: fp32 master, or a frozen one's working copy."""
     bucket = buckets[entry.bucket_index]
     return bucket.host_view(entry, bucket.working if bucket.master is None else bucket.master)
 
@@ -99,9 +111,9 @@ def master_of(entry: ParameterEntry, buckets: list[Bucket]) -> torch.Tensor:
 def _model_items(model: nn.Module, registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
     for entry in registry.entries:
         value = master_of(entry, buckets)
-        yield entry.name, value.dtype, value.shape, lambda value=value: value
+        yield entry.name, value.dtype, value.shape, _giving(value)
     for name, buffer in persistent_buffers(model).items():
-        yield name, buffer.dtype, buffer.shape, lambda buffer=buffer: buffer.detach().cpu()
+        yield name, buffer.dtype, buffer.shape, _giving(buffer.detach().cpu())
 
 
 def _moment_items(registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
@@ -112,4 +124,4 @@ def _moment_items(registry: Registry, buckets: list[Bucket]) -> Iterator[TensorI
         for key, flat in (("exp_avg", bucket.exp_avg), ("exp_avg_sq", bucket.exp_avg_sq)):
             assert flat is not None
             value = bucket.host_view(entry, flat)
-            yield f"{entry.name}.{key}", value.dtype, value.shape, lambda value=value: value
+            yield f"{entry.name}.{key}", value.dtype, value.shape, _giving(value)

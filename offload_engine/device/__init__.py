@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload_engine.config import EngineConfig
+from offload_engine.config import EngineConfig, sized
 from offload_engine.device.base import Device, DeviceBuffer, Mark, Transfer
 from offload_engine.kernels import Backend
 
@@ -23,12 +23,12 @@ def open_device(config: EngineConfig, backend: Backend, *, copy_threads: int = 0
     if kind == "accelerator":
         from offload_engine.device.accelerator import AcceleratorDevice
 
-        return AcceleratorDevice(backend, budget_bytes=config.device_memory)
+        return AcceleratorDevice(backend, budget_bytes=sized(config.device_memory))
     from offload_engine.device.emulated import EmulatedDevice
 
     return EmulatedDevice(
         backend,
-        budget_bytes=config.device_memory,
+        budget_bytes=sized(config.device_memory),
         h2d_gbps=config.links.h2d_gbps,
         d2h_gbps=config.links.d2h_gbps,
         ledger=config.memory_ledger,

@@ -213,7 +213,8 @@ class AcceleratorDevice(Device):
             assert free is not None
         if nbytes > free:
             raise DeviceMemoryError(
-                self.memory_message(nbytes, name) + " Use a smaller micro-batch, activation checkpointing, smaller "
+                self.memory_message(nbytes, name)
+                + " Use a smaller micro-batch, activation checkpointing, smaller "
                 "buckets (bucket_bytes), or raise device_memory."
             )
 
@@ -230,7 +231,9 @@ class AcceleratorDevice(Device):
             try:
                 storage.resize_(nbytes)
             except torch.OutOfMemoryError as error:
-                raise DeviceMemoryError(f"{self.memory_message(nbytes, name)} The allocator says: {error}") from None
+                raise DeviceMemoryError(
+                    f"{self.memory_message(nbytes, name)} The allocator says: {error}"
+                ) from None
 
     def _start(
         self,

@@ -21,8 +21,11 @@ _in_backward = torch._C._current_graph_task_id
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage object that remembers its key and size. torch keeps one storage object (and so
-    its id) per memory block for as long as any tensor, saved tensor included, uses the block."""
+    """Weak reference to a storage object that remembers its key and size.
+
+    torch keeps one storage object (and so its id) per memory block for as long as any tensor, saved tensor included,
+    uses the block.
+    """
 
     __slots__ = ("key", "nbytes")
     key: int
@@ -45,7 +48,7 @@ class MemoryLedger(TorchDispatchMode):
         discharge: Callable[[int], None],
         absent: dict[int, Callable[[], None]],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._charge = charge
         self._discharge = discharge
         self._absent = absent

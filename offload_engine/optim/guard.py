@@ -21,15 +21,20 @@ __all__ = ["ReadGuard"]
 
 def _metadata_functions() -> frozenset[Any]:
     """Return the calls that neither read nor write elements: they never wait."""
+    tensor: Any = torch.Tensor
     getters = (
-        "shape dtype device layout requires_grad grad_fn is_leaf ndim itemsize nbytes names _version _grad_fn "
+        "shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes names _version _grad_fn "
         "is_cpu is_cuda is_sparse is_meta is_quantized output_nr retains_grad"
     ).split()
-    found: list[Any] = [getattr(torch.Tensor, name).__get__ for name in getters if hasattr(torch.Tensor, name)]
     methods = "size stride dim numel element_size storage_offset is_contiguous is_floating_point is_complex __hash__"
-    found += [getattr(torch.Tensor, name) for name in methods.split()]
-    found += [torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__]
-    found += [torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_, torch.is_floating_point]
+    found = {getattr(tensor, name).__get__ for name in getters if hasattr(tensor, name)}
+    found |= {getattr(tensor, name) for name in methods.split()}
+    found |= {
+        tensor.grad.__set__,
+        tensor.grad.__delete__,
+        tensor.requires_grad.__set__,
+        tensor.requires_grad_,
+    }
     return frozenset(found)
 
 
@@ -62,7 +67,9 @@ class ReadGuard(TorchFunctionMode):
     def prune(self) -> None:
         """Leave the stack when nothing is pending any more. Call it outside any torch call."""
         if self._inserted:
-            self._pending = [b for b in self._pending if b.pending_update is not None and not b.pending_update.done()]
+            self._pending = [
+                b for b in self._pending if b.pending_update is not None and not b.pending_update.done()
+            ]
             if not self._pending:
                 self.remove()
 

@@ -127,7 +127,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # torch.optim.Optimizer.
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Start the update of every parameter that has a gradient; see `OffloadEngine.step`."""
         loss = None
         if closure is not None:
@@ -149,7 +149,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return torch's own format, with copies of the states: they do not change under later steps."""
         packed: dict[str, Any] = super().state_dict()
         packed["state"] = {
-            key: {name: value.clone() for name, value in state.items()} for key, state in packed["state"].items()
+            key: {name: value.clone() for name, value in state.items()}
+            for key, state in packed["state"].items()
         }
         return packed
 

@@ -109,7 +109,9 @@ class UpdatePipeline:
             )
             numel = sum(segment.numel for segment in part)
             per_element = 24 + grad.element_size() + (0 if working is None else working.element_size())
-            self._log.job(event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=numel * per_element)
+            self._log.job(
+                event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=numel * per_element
+            )
             bucket.pending_update = event
         bucket.version += 1
         if bucket.index not in self._residency.plan.resident:
@@ -130,7 +132,9 @@ class UpdatePipeline:
                     pending.wait()
             pending.wait()
         except KernelError as error:
-            raise KernelError(f"the update of bucket {bucket.name} in step {self._step} failed: {error}") from error
+            raise KernelError(
+                f"the update of bucket {bucket.name} in step {self._step} failed: {error}"
+            ) from error
         bucket.pending_update = None
 
     def wait(self) -> None:

@@ -168,10 +168,17 @@ class GradientStore:
     def _after(self, bucket: Bucket, *more: Event | None) -> list[Event]:
         return [event for event in (bucket.pending_update, *more) if event is not None]
 
-    def _start_d2h(self, bucket: Bucket, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: list[Event]) -> Event:
+    def _start_d2h(
+        self, bucket: Bucket, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: list[Event]
+    ) -> Event:
         transfer = self._device.start_d2h(pairs, bucket.name, after)
         self._log.job(
-            transfer.event, D2H, bucket.name, bucket=bucket.index, nbytes=transfer.nbytes, on_done=transfer.release
+            transfer.event,
+            D2H,
+            bucket.name,
+            bucket=bucket.index,
+            nbytes=transfer.nbytes,
+            on_done=transfer.release,
         )
         self._events.append(transfer.event)
         self._landing[bucket.index] = transfer.event

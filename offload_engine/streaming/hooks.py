@@ -51,7 +51,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with `change` applied to the tensors in tuples, lists and dicts; other objects stay as they are."""
+    """Return `value` with `change` applied to the tensors in tuples, lists and dicts; other objects stay."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -108,7 +108,11 @@ class Streamer:
         root = units.pop(id(model), None) or Unit("model", model, [], [])
         add = self._handles.append
         add(model.register_forward_pre_hook(lambda module, args: self._enter_root(root), prepend=True))
-        add(model.register_forward_hook(lambda module, args, out: self._exit_root(root, out), always_call=True))
+        add(
+            model.register_forward_hook(
+                lambda module, args, out: self._exit_root(root, out), always_call=True
+            )
+        )
         for unit in (root, *units.values()):
             indices = dict.fromkeys(entry.bucket_index for entry in unit.entries)
             self._unit_buckets[id(unit)] = [self._buckets[index] for index in indices]
@@ -236,7 +240,9 @@ class Streamer:
         freed when its bucket leaves.
         """
         keys = self._buffer_keys
-        if not any(id(tensor.untyped_storage()) in keys for tensor in tensors_in(output) if _has_storage(tensor)):
+        if not any(
+            id(tensor.untyped_storage()) in keys for tensor in tensors_in(output) if _has_storage(tensor)
+        ):
             return None
 
         def own(tensor: torch.Tensor) -> torch.Tensor:

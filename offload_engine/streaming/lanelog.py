@@ -106,7 +106,12 @@ class LaneLog:
             while jobs and jobs[0].event.done():
                 job = jobs.popleft()
                 self.timeline.span(
-                    job.lane, job.name, job.event.start_ns, job.event.end_ns, nbytes=job.nbytes, bucket=job.bucket
+                    job.lane,
+                    job.name,
+                    job.event.start_ns,
+                    job.event.end_ns,
+                    nbytes=job.nbytes,
+                    bucket=job.bucket,
                 )
                 if job.on_done is not None:
                     job.on_done()

@@ -6,6 +6,7 @@ an accelerator, on autograd's device thread while the main one waits in backward
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from offload_engine.buckets import Bucket, Residency
@@ -38,7 +39,7 @@ class ResidencyManager:
         self.fetches = 0
         self.evictions = 0
         for bucket in buckets:
-            device.watch_buffer(bucket.buffer, lambda bucket=bucket: self.require(bucket))
+            device.watch_buffer(bucket.buffer, functools.partial(self.require, bucket))
 
     # Fetch.
 
@@ -70,7 +71,12 @@ class ResidencyManager:
         bucket.device_version = bucket.version
         self.fetches += 1
         self._log.job(
-            transfer.event, H2D, bucket.name, bucket=bucket.index, nbytes=transfer.nbytes, on_done=transfer.release
+            transfer.event,
+            H2D,
+            bucket.name,
+            bucket=bucket.index,
+            nbytes=transfer.nbytes,
+            on_done=transfer.release,
         )
 
     def _wait_fetch(self, bucket: Bucket) -> None:
@@ -204,7 +210,11 @@ class ResidencyManager:
         """Evict everything that no unit uses, except what the plan keeps."""
         self._expected = frozenset()
         for bucket in self._buckets:
-            if not (keep_resident and bucket.index in self.plan.resident and bucket.device_version == bucket.version):
+            if not (
+                keep_resident
+                and bucket.index in self.plan.resident
+                and bucket.device_version == bucket.version
+            ):
                 self.evict(bucket)
         self._log.reap()
 
