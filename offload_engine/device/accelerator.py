@@ -213,7 +213,7 @@ class AcceleratorDevice(Device):
             assert free is not None
         if nbytes > free:
             raise DeviceMemoryError(
-                self.memory_message(nbytes, name)
+                self.memory_message(nbytes, str(name))
                 + " Use a smaller micro-batch, activation checkpointing, smaller "
                 "buckets (bucket_bytes), or raise device_memory."
             )

@@ -82,7 +82,7 @@ class EmulatedDevice(Device):
     def reset_peak(self) -> None:
         self._peak = self._used
 
-    def _charge(self, nbytes: int, name: str) -> None:
+    def _charge(self, nbytes: int, name: object) -> None:
         if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
             missing = self._used + nbytes - self.budget_bytes
             if self._pressure is not None and not self._in_pressure:
@@ -100,8 +100,8 @@ class EmulatedDevice(Device):
     def _discharge(self, nbytes: int) -> None:
         self._used -= nbytes
 
-    def _out_of_memory(self, nbytes: int, name: str) -> str:
-        message = self.memory_message(nbytes, name)
+    def _out_of_memory(self, nbytes: int, name: object) -> str:
+        message = self.memory_message(nbytes, name if isinstance(name, str) else f"the output of {name}")
         if self._ledger is not None:
             activations = self._ledger.live_bytes()
             message += (

@@ -36,15 +36,15 @@ class MemoryLedger(TorchDispatchMode):
     """Counts device bytes of operator outputs on the thread that it is inserted on.
 
     Args:
-        charge, discharge: called with bytes when a storage appears and when its last user is gone. `charge` raises
-            when they do not fit.
+        charge, discharge: called with bytes when a storage appears and when its last user is gone. `charge` also gets
+            what it is (a name, or the operator that made it) and raises when the bytes do not fit.
         absent: storage id -> refill call, for engine buffers that are freed now; an operator that is about to read
             one has it refilled first, so that it never touches freed memory.
     """
 
     def __init__(
         self,
-        charge: Callable[[int, str], None],
+        charge: Callable[[int, object], None],
         discharge: Callable[[int], None],
         absent: dict[int, Callable[[], None]],
     ) -> None:
@@ -58,7 +58,7 @@ class MemoryLedger(TorchDispatchMode):
         self.engine_storages: set[int] = set()
         """Ids of the engine's own device storages: their bytes are counted by whoever allocates them."""
 
-    def count(self, tensor: torch.Tensor, name: str) -> None:
+    def count(self, tensor: torch.Tensor, name: object) -> None:
         """Count the storage of `tensor` as device memory from now until its last user is gone."""
         self._add(tensor.untyped_storage(), name)
 
@@ -71,7 +71,7 @@ class MemoryLedger(TorchDispatchMode):
         sizes = sorted((ref.nbytes for ref in list(self._live.values())), reverse=True)
         return [format_bytes(size) for size in sizes[:count]]
 
-    def _add(self, storage: torch.UntypedStorage, name: str) -> None:
+    def _add(self, storage: torch.UntypedStorage, name: object) -> None:
         key = id(storage)
         if key in self._live or key in self.engine_storages:
             return
@@ -115,7 +115,7 @@ class MemoryLedger(TorchDispatchMode):
                 storage = result.untyped_storage()
                 key = id(storage)
                 if key not in inputs:
-                    self._add(storage, f"the output of {func}")
+                    self._add(storage, func)
                 elif key in self._live and self._live[key].nbytes != storage.nbytes():
                     self._resized(storage, func)
         elif isinstance(result, tuple | list):
@@ -126,7 +126,7 @@ class MemoryLedger(TorchDispatchMode):
         ref = self._live[id(storage)]
         grown = storage.nbytes() - ref.nbytes
         if grown > 0:
-            self._charge(grown, f"the output of {func}")
+            self._charge(grown, func)
         else:
             self._discharge(-grown)
         ref.nbytes = storage.nbytes()
