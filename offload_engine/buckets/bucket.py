@@ -115,8 +115,11 @@ class Bucket:
         self.buffer.free()
 
     def host_view(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of a host array of this bucket that belongs to `entry`, in the parameter's shape."""
-        return flat.as_strided(entry.shape, entry.stride, flat.storage_offset() + entry.offset_numel)
+        """Return the part of a host array of this bucket that belongs to `entry`, in the parameter's shape.
+
+        Through `.data`, so that each view counts its own versions: writing to one is no change of its neighbours.
+        """
+        return flat.data.as_strided(entry.shape, entry.stride, flat.storage_offset() + entry.offset_numel)
 
     def span(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
         """Return the same part as a 1-D run of `span_numel` elements in storage order."""
