@@ -100,8 +100,9 @@ class GradientStore:
                 f"backward was called with create_graph=True: the gradient of '{entry.name}' has a graph, which would "
                 f"be cut when it goes to the host. Use torch.autograd.grad(..., create_graph=True) for that term."
             )
+        item = (entry, self._in_layout(entry, grad))  # may run short of memory and land what waits: look it up after
         waiting = self._waiting.setdefault(entry.bucket_index, [])
-        waiting.append((entry, self._in_layout(entry, grad)))
+        waiting.append(item)
         bucket = self._buckets[entry.bucket_index]
         if len(waiting) >= len(bucket.entries):
             self._land(bucket)
