@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from offload_engine.config import format_bytes
+from offload_engine.errors import KernelError
 from offload_engine.kernels import Event
 
 __all__ = ["Device", "DeviceBuffer", "Mark", "PressureHandler", "Transfer"]
@@ -59,6 +61,8 @@ class Transfer:
     def release(self) -> None:
         """Drop the references to source and destination. Only after the copy is done."""
         self.keep_alive = None
+        with suppress(KernelError):  # a failure is for the waiter
+            self.event.wait()  # the lane's own references go with the next call that waits
 
 
 class DeviceBuffer:
