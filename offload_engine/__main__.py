@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] in ("update", "step"):
         return _guarded(lambda: _bench(arguments[1], arguments[2:]), traceback=False)
     options = _parser().parse_args(arguments)
+    if argv is None and options.command == "train":
+        _restart_with_waiting_threads()
     return _guarded(lambda: _COMMANDS[options.command](options), traceback=options.traceback)
 
 
@@ -123,6 +125,19 @@ def _guarded(command: Callable[[], int], *, traceback: bool) -> int:
     except KeyboardInterrupt:
         print("\noffload-engine: stopped at once by Ctrl-C; files written so far are whole.", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _restart_with_waiting_threads() -> None:
+    """Start this command over with OpenMP threads that sleep when idle, unless the user chose otherwise.
+
+    By default they spin at every barrier, on the cores that the engine's lanes and pool need: with more threads than
+    cores, a step was measured to take ten times as long. OpenMP reads the setting when torch is loaded, so too early
+    for anything but the environment.
+    """
+    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
+    if os.name == "posix" and not chosen:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _version() -> str:

@@ -152,7 +152,7 @@ class Job:
                 steps=train.steps,
                 loss=step_loss,
                 tokens_per_s=tokens_per_s,
-                device_bytes=trainer.device_bytes,
+                device_peak_bytes=trainer.device_peak_bytes,
                 device_budget_bytes=trainer.device_budget_bytes,
                 wait_ns_by_cause=self._new_waits(),
             )

@@ -20,7 +20,7 @@ class StepFacts:
     steps: int
     loss: float
     tokens_per_s: float
-    device_bytes: int
+    device_peak_bytes: int
     device_budget_bytes: int | None
     wait_ns_by_cause: dict[str, int]
 
@@ -32,11 +32,10 @@ class StepFacts:
             f"{self.tokens_per_s:,.0f} tokens/s",
         ]
         if self.device_budget_bytes is not None:
-            parts.append(
-                f"device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget_bytes)}"
-            )
-        elif self.device_bytes:
-            parts.append(f"device {format_bytes(self.device_bytes)}")
+            budget = format_bytes(self.device_budget_bytes)
+            parts.append(f"device peak {format_bytes(self.device_peak_bytes)} of {budget}")
+        elif self.device_peak_bytes:
+            parts.append(f"device peak {format_bytes(self.device_peak_bytes)}")
         waits = sorted(((ns, cause) for cause, ns in self.wait_ns_by_cause.items() if ns > 0), reverse=True)
         if waits:
             detail = ", ".join(f"{cause} {ns / 1e6:.1f}" for ns, cause in waits)

@@ -71,6 +71,11 @@ class PlainTrainer:
         return torch.accelerator.memory_allocated() if self.device.type != "cpu" else 0
 
     @property
+    def device_peak_bytes(self) -> int:
+        """The largest of `device_bytes` so far."""
+        return torch.accelerator.max_memory_allocated() if self.device.type != "cpu" else 0
+
+    @property
     def device_budget_bytes(self) -> int | None:
         """None: nothing limits a plain loop."""
         return None
@@ -196,7 +201,7 @@ class PlainTrainer:
             "device_kind": None,
             "kernel_isa": None,
             "device_budget_bytes": None,
-            "device_peak_bytes": torch.accelerator.max_memory_allocated() if self.device.type != "cpu" else 0,
+            "device_peak_bytes": self.device_peak_bytes,
             "model_state_bytes": self.model_state_bytes,
             "host_peak_bytes": peak_rss_bytes(),
             "bytes_by_lane": {},

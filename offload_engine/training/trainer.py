@@ -29,6 +29,10 @@ class Trainer(Protocol):
         """Device memory in use now; 0 where nothing counts it."""
 
     @property
+    def device_peak_bytes(self) -> int:
+        """Largest device memory in use so far; 0 where nothing counts it."""
+
+    @property
     def device_budget_bytes(self) -> int | None:
         """Device budget; None where there is none."""
 
