@@ -65,7 +65,9 @@ class Bucket:
         if layout.optimized:
             is_own_master = layout.dtype is torch.float32
             parts = 2 if is_own_master else 3
-            state_slab = slabs.allocate(f"bucket {self.name} (optimizer states)", parts * 4 * self.numel)
+            state_slab = slabs.allocate(
+                f"bucket {self.name} (optimizer states)", parts * 4 * self.numel, pinned=False
+            )
             states = state_slab.view(torch.float32).view(parts, self.numel)
             self.exp_avg, self.exp_avg_sq = states[0], states[1]
             self.master = self.working if is_own_master else states[2]
