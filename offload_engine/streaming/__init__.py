@@ -2,10 +2,11 @@
 
 from offload_engine.streaming.external import ExternalChanges
 from offload_engine.streaming.gradients import GradientStore, runs_of
-from offload_engine.streaming.hooks import Streamer, map_tensors
+from offload_engine.streaming.hooks import Streamer
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.order import UseOrder
 from offload_engine.streaming.residency import ResidencyManager
+from offload_engine.streaming.structures import map_tensors
 
 __all__ = [
     "ExternalChanges",

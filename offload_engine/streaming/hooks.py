@@ -9,8 +9,7 @@ Note: life of a unit.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from offload_engine.streaming.gradients import GradientStore
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.order import UseOrder
 from offload_engine.streaming.residency import ResidencyManager
+from offload_engine.streaming.structures import map_tensors, tensors_in
 from offload_engine.timeline import BACKWARD, EVAL, FORWARD
 
 __all__ = ["Streamer"]
@@ -33,34 +33,6 @@ _no_modes = torch._C.DisableTorchFunction
 
 _Frame = tuple[Unit, ...]
 """A unit in progress and the units around it, innermost first."""
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output: tensors, sequences, mappings, dataclasses, nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with `change` applied to the tensors in tuples, lists and dicts; other objects stay."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(each, change) for each in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(each, change) for each in value)
-    if type(value) is dict:
-        return {key: map_tensors(each, change) for key, each in value.items()}
-    return value
 
 
 class Streamer:
