@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
 SOURCES = ("binding", "tensors", "jobs", "lane", "pool", "dispatch")
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
-    "x86_64": {"isa_scalar": [], "isa_avx2": ["-mavx2", "-mfma", "-mf16c"], "isa_avx512": ["-mavx512f", "-mfma", "-mf16c"]},
+    "x86_64": {"isa_scalar": [], "isa_avx2": ["-mavx2", "-mf16c"], "isa_avx512": ["-mavx512f", "-mf16c"]},
     "aarch64": {"isa_scalar": [], "isa_neon": []},
 }
 COMMON_FLAGS = [

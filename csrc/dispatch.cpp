@@ -14,8 +14,8 @@ struct Cpu {
   Cpu() {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return;
-    const bool fma = c & (1u << 12), f16c = c & (1u << 29), xsave = c & (1u << 27);
-    if (!fma || !f16c || !xsave) return;
+    const bool f16c = c & (1u << 29), xsave = c & (1u << 27);
+    if (!f16c || !xsave) return;
     // The operating system must save the wide registers, too.
     unsigned low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

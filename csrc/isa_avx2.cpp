@@ -1,4 +1,4 @@
-// Built with -mavx2 -mfma -mf16c; chosen when CPU and operating system have them.
+// Built with -mavx2 -mf16c; chosen when CPU and operating system have both.
 #if defined(__x86_64__)
 #include "kernels-inl.h"
 
@@ -14,7 +14,6 @@ struct Avx2 {
 
   static F set1(float x) { return _mm256_set1_ps(x); }
   static F sqrt(F x) { return _mm256_sqrt_ps(x); }
-  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static void fence() { _mm_sfence(); }
 
   static __m128i load_bits(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }

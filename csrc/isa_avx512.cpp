@@ -1,4 +1,4 @@
-// Built with -mavx512f -mfma -mf16c; chosen when CPU and operating system have them.
+// Built with -mavx512f -mf16c; chosen when CPU and operating system have both.
 #if defined(__x86_64__)
 #include "kernels-inl.h"
 
@@ -14,7 +14,6 @@ struct Avx512 {
 
   static F set1(float x) { return _mm512_set1_ps(x); }
   static F sqrt(F x) { return _mm512_sqrt_ps(x); }
-  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static void fence() { _mm_sfence(); }
 
   static __m256i load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

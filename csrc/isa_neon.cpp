@@ -14,7 +14,6 @@ struct Neon {
 
   static F set1(float x) { return vdupq_n_f32(x); }
   static F sqrt(F x) { return vsqrtq_f32(x); }
-  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static void fence() {}
 
   static uint16x4_t load_bits(const void* p) { return vld1_u16(static_cast<const uint16_t*>(p)); }

@@ -47,8 +47,7 @@ AdamScalars adam_scalars(const AdamSegment& s, double grad_scale) {
   out.decay = s.decoupled ? float(1 - s.lr * s.weight_decay) : 1.0f;
   out.l2 = s.decoupled ? 0.0f : float(s.weight_decay);
   out.lerp_from_grad = s.beta1 <= 0.5;
-  const float weight = float(1 - s.beta1);
-  out.lerp = out.lerp_from_grad ? 1 - weight : weight;
+  out.lerp = float(out.lerp_from_grad ? s.beta1 : 1 - s.beta1);
   out.beta2 = float(s.beta2);
   out.one_minus_beta2 = float(1 - s.beta2);
   out.correction2_sqrt = float(sqrt(correction2));

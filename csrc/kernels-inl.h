@@ -1,18 +1,15 @@
 // Every kernel, written once on a small vector type `V` that the including file defines for its instruction set.
 // Everything here is in an unnamed namespace: nothing compiled for AVX-512 may be linked into the scalar path.
 //
-// V has: type F (arithmetic by operators), kLanes, kPrefetch, set1, sqrt, fma, load and store for float, BF16 and F16,
+// V has: type F (arithmetic by operators), kLanes, kPrefetch, set1, sqrt, load and store for float, BF16 and F16,
 //        stream (a store past the caches, to an address aligned to the vector stored), fence, and
 //        class Squares (8 double sums). `One` below is V with one lane: it does the tails, by the same formula.
 //
-// Note [One formula]. Adam and AdamW, operation by operation as torch's single-tensor path computes them on CPUs with
-// AVX2 or better. Each operation rounds once; fma is one operation, written out, and -ffp-contract=off allows no other.
-// So every instruction set and the numba kernel agree bit for bit, and both moments are torch's bits, too.
-// (The master is not always: torch takes square roots from MKL, which leaves one in six an ulp off.)
-//   g = float(grad) * grad_scale;   p = p * decay;   L2 only: g = fma(weight_decay, p, g)
-//   m = fma(1 - beta1, g - m, m), or for beta1 <= 0.5 fma(-beta1, g - m, g)
-//   v = fma((1 - beta2) * g, g, v * beta2)
-//   p = p + (-lr / (1 - beta1^t) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// Note [One formula]. Adam and AdamW as torch's single-tensor path orders them, one rounding per operation, built with
+// -ffp-contract=off, so that every instruction set, the numba kernel and a device update in torch operations agree bit for bit:
+//   g = float(grad) * grad_scale;   p = p * decay;   g = g + l2 * p   (L2 only)
+//   m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
+//   p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 #pragma once
 
 #include "kernels.h"
@@ -85,7 +82,6 @@ struct One {
   static constexpr bool kPrefetch = false;
   static F set1(float x) { return x; }
   static F sqrt(F x) { return __builtin_sqrtf(x); }
-  static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   template <class T>
   static F load(const T* p) {
     return to_float(*p);
@@ -153,9 +149,9 @@ struct AdamMath {
   inline void operator()(F& p, F& m, F& v, F g) const {
     g = g * grad_scale;
     p = p * decay;
-    if (has_l2) g = V::fma(l2, p, g);
-    m = lerp_from_grad ? V::fma(-lerp, g - m, g) : V::fma(lerp, g - m, m);
-    v = V::fma(one_minus_beta2 * g, g, v * beta2);
+    if (has_l2) g = g + l2 * p;
+    m = lerp_from_grad ? g - (g - m) * lerp : m + (g - m) * lerp;
+    v = v * beta2 + (one_minus_beta2 * g) * g;
     p = p + (negative_step_size * m) / (V::sqrt(v) / correction2_sqrt + eps);
   }
 };

@@ -133,12 +133,11 @@ class Lane(Protocol):
             grad: float32, bfloat16 or float16; read only, multiplied by `grad_scale` (unscale and clip factor in one).
             working: float32, bfloat16 or float16, or None; receives the new master, rounded to nearest even.
 
-        Numerics: each operation rounds once, in the order of torch's single-tensor path; every backend and instruction
-        set gives the same bits, and the moments are those that torch gives on CPUs with AVX2 or better. Scalars are
-        computed in double from `step` and rounded once: s = -lr / (1 - beta1**step), c = sqrt(1 - beta2**step).
-        g = float(grad) * grad_scale; p = p * (1 - lr * weight_decay), or g = fma(weight_decay, p, g);
-        m = fma(1 - beta1, g - m, m) [for beta1 <= 0.5: fma(-beta1, g - m, g)];
-        v = fma((1 - beta2) * g, g, v * beta2); p = p + (s * m) / (sqrt(v) / c + eps).
+        Numerics: one rounding per operation in the order of torch's single-tensor path; every backend and instruction
+        set gives the same bits. With s = -lr / (1 - beta1**step), c = sqrt(1 - beta2**step), scalars in double and then
+        rounded once: g = float(grad) * grad_scale; p = p * (1 - lr * weight_decay), or g = g + weight_decay * p;
+        m = m + (g - m) * (1 - beta1) [for beta1 <= 0.5: g - (g - m) * beta1]; v = v * beta2 + ((1 - beta2) * g) * g;
+        p = p + (s * m) / (sqrt(v) / c + eps).
         """
 
     def close(self) -> None:

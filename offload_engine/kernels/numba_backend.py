@@ -186,12 +186,11 @@ def _write(wide: np.ndarray[Any, Any], array: np.ndarray[Any, Any], dtype: torch
 def _scalars(s: AdamSegment, grad_scale: float) -> tuple[Any, ...]:
     """Return the arguments of `compiled.adam` after the arrays: computed in double, rounded once."""
     from_grad = s.beta1 <= 0.5
-    weight = np.float32(1 - s.beta1)
     values = (
         -grad_scale if s.maximize else grad_scale,
         1 - s.lr * s.weight_decay if s.decoupled else 1.0,
         0.0 if s.decoupled else s.weight_decay,
-        1 - weight if from_grad else weight,
+        s.beta1 if from_grad else 1 - s.beta1,
         s.beta2,
         1 - s.beta2,
         math.sqrt(1 - s.beta2**s.step),

@@ -1,7 +1,7 @@
 """The kernels compiled by numba, for machines without a C++ compiler: the same formulas as csrc/kernels-inl.h.
 
-Called by `numba_backend` on numpy views of one chunk, with the interpreter lock released. No fastmath: LLVM then fuses
-nothing but the written-out fma, so that every result has the bits of the native kernels.
+Called by `numba_backend` on numpy views of one chunk, with the interpreter lock released. No fastmath: LLVM then keeps
+one rounding per operation, so that every result has the bits of the native kernels.
 """
 
 from __future__ import annotations
@@ -10,22 +10,10 @@ import math
 
 import numba
 import numpy as np
-from numba.core import types
-from numba.extending import intrinsic
 
 __all__ = ["accumulate", "adam", "bf16_to_float", "f16_to_float", "float_to_bf16", "float_to_f16", "square_sum"]
 
 _compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=False)
-
-
-@intrinsic
-def _fma(typing_context, a, b, c):
-    """Return a * b + c of three float32, rounded once."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
 
 
 @_compiled
@@ -36,12 +24,12 @@ def adam(p, m, v, g, grad_scale, decay, l2, lerp, beta2, one_minus_beta2, correc
         grad = g[i] * grad_scale
         param = p[i] * decay
         if has_l2:
-            grad = _fma(l2, param, grad)
+            grad = grad + l2 * param
         if from_grad:
-            mean = _fma(-lerp, grad - m[i], grad)
+            mean = grad - (grad - m[i]) * lerp
         else:
-            mean = _fma(lerp, grad - m[i], m[i])
-        square = _fma(one_minus_beta2 * grad, grad, v[i] * beta2)
+            mean = m[i] + (grad - m[i]) * lerp
+        square = v[i] * beta2 + (one_minus_beta2 * grad) * grad
         m[i] = mean
         v[i] = square
         p[i] = param + (step_size * mean) / (math.sqrt(square) / correction2_sqrt + eps)
