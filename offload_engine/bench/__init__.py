@@ -1,0 +1,1 @@
+"""Measurements, side by side in one run: the CPU update against torch's, a whole step against a plain loop."""
