@@ -156,7 +156,7 @@ class PyLane {
       if (one.step < 1) tensors.refuse("step is " + std::to_string(one.step), "It counts this step: 1 for the first.");
       if (!(one.beta1 >= 0 && one.beta1 < 1 && one.beta2 >= 0 && one.beta2 < 1))
         tensors.refuse("betas are " + std::to_string(one.beta1) + ", " + std::to_string(one.beta2), "They must be in [0, 1).");
-      parsed.push_back(one);
+      if (n > 0) parsed.push_back(one);
     }
     std::sort(parsed.begin(), parsed.end(), [](const AdamSegment& a, const AdamSegment& b) { return a.offset_numel < b.offset_numel; });
     for (size_t i = 1; i < parsed.size(); ++i)

@@ -370,9 +370,9 @@ class Lane:
                 raise KernelError(f"adam: step is {s.step}. It counts this step: 1 for the first.")
             if not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
                 raise KernelError(f"adam: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
-            if s.offset_numel < end:
+            if s.numel and s.offset_numel < end:
                 raise KernelError(f"adam: two segments overlap at element {s.offset_numel}. Each element is updated once.")
-            end = s.offset_numel + s.numel
+            end = max(end, s.offset_numel + s.numel)
         return ordered
 
     # The queue and its thread.
