@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +50,7 @@ def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
     settings.use_cache = False
     if config.activation_checkpointing != "none":
         reentrant = config.activation_checkpointing == "block_reentrant"
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        _enable_checkpointing(model, {"use_reentrant": reentrant})
     return model, ModelTokenizer(tokenizer)
 
 
@@ -77,19 +77,24 @@ def locate(config: HuggingFaceConfig) -> tuple[Path, str | None]:
     return folder, files[0]
 
 
+def _enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
+    if hasattr(model, "activation_checkpointing_enable"):  # the name from transformers 5 on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and advice out of the run's own output; its errors still show."""
+    """Keep transformers' progress bars and advice out of the run's own output; its exceptions still come through."""
     import transformers.utils.logging
 
     hf_logging: Any = transformers.utils.logging
-
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
     try:
-        yield
+        # The bar of the .gguf reader listens to no setting.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
