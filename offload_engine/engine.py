@@ -217,6 +217,7 @@ class OffloadEngine:
         with _no_modes():
             start_ns = self.timeline.clock()
             self._streamer.settle()
+            self._streamer.end_step()
             self._external.sweep()
             entries = [entry for entry in self._gradients.settle() if entry.group is not None]
             scale = 1.0
@@ -358,6 +359,7 @@ class OffloadEngine:
         self._check_open()
         with _no_modes():
             self._streamer.settle()
+            self._streamer.end_step()
             self._updates.wait()
             self._residency.evict_idle(keep_resident=False)
             facts, generators = load_state(
@@ -445,6 +447,7 @@ class OffloadEngine:
         self._closed = True
         try:
             self.synchronize()
+            self._streamer.end_step()
             self._residency.evict_idle(keep_resident=False)
         finally:
             self._updates.guard.remove()

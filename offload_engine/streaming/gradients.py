@@ -60,10 +60,14 @@ class GradientStore:
         self._log = log
         self._lane = cpu_lane
         self._slabs = slabs
-        self._waiting: dict[int, list[_Item]] = {}
+        self._aside: list[ParameterEntry] = []
+        self._waiting: dict[int, dict[int, _Item]] = {}
+        """Bucket -> parameter -> its gradient that waits for the others of the bucket."""
         self._landed: list[ParameterEntry] = []
         self._events: list[Event] = []
         self._landing: dict[int, Event] = {}
+        self._summing: dict[int, Event] = {}
+        """bf16: bucket -> the sum that still reads the gradient slab, where its next gradient would land."""
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[Event | None] = [None, None]
         self._turn = 0
@@ -76,9 +80,16 @@ class GradientStore:
     # From autograd.
 
     def before_accumulate(self, entry: ParameterEntry) -> None:
-        """Put `param.grad` aside, so that autograd produces the new gradient alone."""
-        entry.previous_grad = entry.param.grad
-        entry.param.grad = None
+        """Put `param.grad` aside, so that autograd produces the new gradient alone.
+
+        Runs more than once in a backward that comes to the parameter by several recomputed blocks, and without its
+        counterpart in `torch.autograd.grad`: what was put aside stays so until it is landed or given back.
+        """
+        grad = entry.param.grad
+        if grad is not None:
+            entry.previous_grad = grad
+            entry.param.grad = None
+            self._aside.append(entry)
 
     def after_accumulate(self, entry: ParameterEntry) -> None:
         """Take the new gradient from `param.grad`; start its way to the host when its bucket is complete.
@@ -100,10 +111,15 @@ class GradientStore:
                 f"backward was called with create_graph=True: the gradient of '{entry.name}' has a graph, which would "
                 f"be cut when it goes to the host. Use torch.autograd.grad(..., create_graph=True) for that term."
             )
-        item = (entry, self._in_layout(entry, grad))  # may run short of memory and land what waits: look it up after
-        waiting = self._waiting.setdefault(entry.bucket_index, [])
-        waiting.append(item)
+        item = (
+            entry,
+            self._in_layout(entry, grad),
+        )  # may run short of memory and land what waits: look it up after
         bucket = self._buckets[entry.bucket_index]
+        if entry.index in self._waiting.get(bucket.index, ()):
+            self._land(bucket)  # its second part in this backward: one landing takes each parameter once
+        waiting = self._waiting.setdefault(bucket.index, {})
+        waiting[entry.index] = item
         if len(waiting) >= len(bucket.entries):
             self._land(bucket)
 
@@ -125,7 +141,7 @@ class GradientStore:
     # To the host.
 
     def _land(self, bucket: Bucket) -> None:
-        items = self._waiting.pop(bucket.index, [])
+        items = list(self._waiting.pop(bucket.index, {}).values())
         if not items:
             return
         fresh: list[_Item] = []
@@ -213,7 +229,7 @@ class GradientStore:
             for entry, _ in items:
                 entry.in_accumulator = True
         pairs = [(bucket.span(entry, landing), grad) for entry, grad in items]
-        landed = self._start_d2h(bucket, pairs, self._after(bucket, before))
+        landed = self._start_d2h(bucket, pairs, self._after(bucket, before, self._summing.get(bucket.index)))
         for offset, numel in runs:
             added = self._lane.accumulate(
                 total[offset : offset + numel], landing[offset : offset + numel], [landed]
@@ -221,6 +237,8 @@ class GradientStore:
             self._follow(added, f"add gradient {bucket.name}", bucket, numel * (8 + landing.element_size()))
         if turn >= 0:
             self._staging_free[turn] = added
+        else:
+            self._summing[bucket.index] = added
 
     def _staging_slab(self, turn: int) -> torch.Tensor:
         while len(self._staging) < 2:
@@ -255,7 +273,9 @@ class GradientStore:
     def free_one(self) -> bool:
         """Wait until one gradient has left the device and free it; False when none is on its way or waiting."""
         if self._log.oldest(D2H) is None and self._waiting:
-            index = max(self._waiting, key=lambda i: sum(grad.nbytes for _, grad in self._waiting[i]))
+            index = max(
+                self._waiting, key=lambda i: sum(grad.nbytes for _, grad in self._waiting[i].values())
+            )
             self._land(self._buckets[index])
         oldest = self._log.oldest(D2H)
         if oldest is None:
@@ -274,9 +294,11 @@ class GradientStore:
         """
         for index in list(self._waiting):
             self._land(self._buckets[index])
+        self._give_back()
         self._round_accumulators()
         events, self._events = self._events, []
         self._landing.clear()
+        self._summing.clear()
         if not all(event.done() for event in events):
             with self._log.waiting(CAUSE_GRADIENT, "last gradients to the host"):
                 for event in events:
@@ -292,6 +314,13 @@ class GradientStore:
             entry.param.grad = entry.grad_view
             entry.grad_seen_version = entry.grad_view._version
         self._landed = []
+
+    def _give_back(self) -> None:
+        """Put back into `param.grad` what no new gradient came for: `torch.autograd.grad` leaves none there."""
+        aside, self._aside = self._aside, []
+        for entry in aside:
+            if entry.previous_grad is not None:
+                entry.param.grad, entry.previous_grad = entry.previous_grad, None
 
     def _round_accumulators(self) -> None:
         by_bucket: dict[int, list[ParameterEntry]] = {}

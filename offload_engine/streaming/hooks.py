@@ -9,7 +9,9 @@ Note: life of a unit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,10 @@ _no_modes = torch._C.DisableTorchFunction
 
 _Frame = tuple[Unit, ...]
 """A unit in progress and the units around it, innermost first."""
+
+
+class _Task:
+    """Lives as long as one backward, whether it comes to its end or fails: autograd holds its callback that long."""
 
 
 class Streamer:
@@ -66,7 +72,10 @@ class Streamer:
         self._root_depth = 0
         self._pass_kind = ""
         self._phase_start_ns = 0
-        self._backward_tasks: list[int] = []
+        self._backward_tasks: dict[int, weakref.ref[_Task]] = {}
+        self._differentiable = False
+        """Whether the backward in progress makes a graph of its own (create_graph=True)."""
+        self._pinned: dict[int, Bucket] = {}
         self._backward_frame: _Frame = ()
         self._in_use: _Frame = ()
         self._unit_buckets: dict[int, list[Bucket]] = {}
@@ -203,6 +212,8 @@ class Streamer:
                 if node is not None and id(node) not in seen:
                     seen.add(id(node))
                     node.register_prehook(lambda _, frame=frame: self._enter_backward(frame))
+            if not seen and any(entry.trainable for entry in unit.entries):
+                self._pin(unit)
         return changed
 
     def _detach_escapes(self, output: Any) -> Any:
@@ -224,6 +235,24 @@ class Streamer:
         return map_tensors(output, own)
 
     # Holding: buckets on the device, parameters pointing there.
+
+    def _pin(self, unit: Unit) -> None:
+        """Keep a unit's buckets on the device until `end_step`: its graph will be read and no hook will say when.
+
+        Not needed where the device sees operators and refills what they read.
+        """
+        if self._device.counts_everything:
+            return
+        for bucket in self._unit_buckets[id(unit)]:
+            if bucket.index not in self._pinned:
+                self._residency.require(bucket)
+                bucket.uses += 1
+                self._pinned[bucket.index] = bucket
+
+    def end_step(self) -> None:
+        """Let go of what the step's graphs needed: an update is about to make them invalid."""
+        self._unhold_buckets(list(self._pinned.values()))
+        self._pinned.clear()
 
     def _hold(self, unit: Unit) -> None:
         buckets = self._unit_buckets[id(unit)]
@@ -292,6 +321,8 @@ class Streamer:
             if unit not in kept:
                 self._hold(unit)
                 self._in_use = (*self._in_use, unit)
+                if self._differentiable:
+                    self._pin(unit)
         self._in_use = wanted
 
     def _begin_backward(self) -> None:
@@ -301,16 +332,17 @@ class Streamer:
         if not self._backward_tasks:
             self._end_open_pass()
             self._pass_kind = BACKWARD
+            self._differentiable = torch.is_grad_enabled()
             self._order.begin(BACKWARD)
             self._phase_start_ns = self._log.timeline.clock()
-        self._backward_tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        life = _Task()
+        self._backward_tasks[task] = weakref.ref(life, lambda _: self._end_backward(task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task, life))
 
-    def _end_backward(self, task: int) -> None:
+    def _end_backward(self, task: int, life: _Task | None = None) -> None:
+        """Finish one backward: called by autograd at its end, or by the death of `life` when it failed."""
         with _no_modes():
-            if task in self._backward_tasks:
-                self._backward_tasks.remove(task)
-            if not self._backward_tasks:
+            if self._backward_tasks.pop(task, None) is not None and not self._backward_tasks:
                 self._finish_backward()
 
     def _finish_backward(self) -> None:
@@ -318,6 +350,7 @@ class Streamer:
         self._backward_frame = ()
         self._use_in_backward(())
         self._log.idle()
+        self._differentiable = False
         self._gradients.finish_backward()
         self._order.end()
         self._pass_kind = ""

@@ -45,7 +45,12 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(15, 17), nn.Linear(17, 7), nn.Linear(7, 4097), nn.Linear(4097, 1)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(15, 17),
+            nn.Linear(17, 7),
+            nn.Linear(7, 4097),
+            nn.Linear(4097, 1),
+        )
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.none = nn.Parameter(torch.empty(0, 3))
 
@@ -102,7 +107,9 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(15, 31)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 31)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 31)) for _ in range(3)
+        )
         self.last = nn.Linear(31, 1)
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
@@ -135,7 +142,9 @@ class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(15, 15) / 4) for _ in range(3)])
-        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(15)), "shift": nn.Parameter(torch.zeros(15))})
+        self.named = nn.ParameterDict(
+            {"scale": nn.Parameter(torch.ones(15)), "shift": nn.Parameter(torch.zeros(15))}
+        )
         self.nested = nn.ModuleList([nn.ParameterList([nn.Parameter(torch.randn(15))]), nn.Linear(15, 15)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +311,9 @@ class Structures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = (Says(kind) for kind in ("dict", "dataclass", "named tuple", "tuple"))
+        self.a, self.b, self.c, self.d = (
+            Says(kind) for kind in ("dict", "dataclass", "named tuple", "tuple")
+        )
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         answer = self.b(self.a(x)["out"])
@@ -366,6 +377,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for kind, block in zip(self.kinds, self.blocks, strict=True):
+
             def both(y: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
                 return torch.tanh(self.shared(block(y)))
 
@@ -485,7 +497,11 @@ CASES = [
     Case("side channels", lambda: Routed(plain=True), with_extras),
     Case("foreign objects", lambda: Routed(plain=False), with_extras),
     Case("checkpointed", lambda: Checkpointed(("not",) * 3), lambda n, s, m: square(n, s, m, 5, 15)),
-    Case("checkpointed reentrant", lambda: Checkpointed(("reentrant",) * 3), lambda n, s, m: square(n, s, m, 5, 15)),
+    Case(
+        "checkpointed reentrant",
+        lambda: Checkpointed(("reentrant",) * 3),
+        lambda n, s, m: square(n, s, m, 5, 15),
+    ),
     Case(
         "checkpointed mixed",
         lambda: Checkpointed(("nested", "plain", "reentrant", "nested")),

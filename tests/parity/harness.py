@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +45,9 @@ def data(step: int, micro: int, *shape: int) -> torch.Tensor:
 
 def tokens(step: int, micro: int, vocabulary: int, *shape: int) -> torch.Tensor:
     """Return token numbers of one micro-batch."""
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(2000 + 100 * step + micro))
+    return torch.randint(
+        vocabulary, shape, generator=torch.Generator().manual_seed(2000 + 100 * step + micro)
+    )
 
 
 class Net:
@@ -77,7 +78,9 @@ class Net:
             self.engine = oe.OffloadEngine(model, adopted, config)
             self.optimizer = self.engine.optimizer
         elif self.bf16:
-            self.masters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self.working.items()}
+            self.masters = {
+                n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self.working.items()
+            }
             new = {id(p): self.masters[n] for n, p in self.working.items()}
             for group in adopted.param_groups:
                 group["params"] = [new[id(p)] for p in group["params"]]
@@ -88,16 +91,22 @@ class Net:
         if self.engine is not None:
             return self.engine(*args, **kwargs)
         if self.bf16:
-            args = tuple(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+            args = tuple(
+                a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+            )
         return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward; in the plain bf16 loop add the gradient to the masters' in fp32."""
+        """Run backward; in the plain bf16 loop the gradient is added to the masters' in fp32."""
         if self.engine is not None:
             self.engine.backward(loss, **kwargs)
             return
         loss.backward(**kwargs)
-        if self.bf16:
+        self.collect()
+
+    def collect(self) -> None:
+        """Take a backward's gradients over into the masters, in the plain bf16 loop."""
+        if self.engine is None and self.bf16:
             for name, param in self.working.items():
                 if param.grad is not None:
                     master, grad = self.masters[name], param.grad.float()
@@ -170,10 +179,19 @@ def kernel_step(optimizer: torch.optim.Optimizer) -> None:
                 continue
             state = optimizer.state[p]
             if not state:
-                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state.update(
+                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                )
             state["step"] += 1
             decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-            settings = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(state["step"]))
+            settings = (
+                float(group["lr"]),
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+                int(state["step"]),
+            )
             segment = kernels.AdamSegment(0, p.numel(), *settings, decoupled, group["maximize"])
             if not p.numel():
                 continue
@@ -242,7 +260,9 @@ def open_engine(
         engine.close()
 
 
-def run(case: Case, recipe: Recipe | None = None, *, seed: int = 3, kernel: bool = True, **config: Any) -> Record:
+def run(
+    case: Case, recipe: Recipe | None = None, *, seed: int = 3, kernel: bool = True, **config: Any
+) -> Record:
     """Train a case from its seed: in plain PyTorch when `config` is empty or names a precision alone, else wrapped.
 
     Args:
@@ -254,7 +274,9 @@ def run(case: Case, recipe: Recipe | None = None, *, seed: int = 3, kernel: bool
     torch.manual_seed(seed)
     model = case.build()
     record = Record()
-    net = Net(model, recipe.optimizer, None if plain else oe.EngineConfig(**{**SMALL, **config}), precision, kernel)
+    net = Net(
+        model, recipe.optimizer, None if plain else oe.EngineConfig(**{**SMALL, **config}), precision, kernel
+    )
     try:
         record.start = net.parameters()
         torch.manual_seed(seed + 1)  # for dropout: the same in both loops
@@ -287,7 +309,7 @@ def run(case: Case, recipe: Recipe | None = None, *, seed: int = 3, kernel: bool
     return record
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def smallest_budget(case: Case, recipe: Recipe | None = None, precision: str = "fp32") -> int:
     """Return the smallest device budget, to 1/32, that two steps of a case fit in: everything that may leave must."""
     recipe = dataclasses.replace(recipe or Recipe(), steps=6)
@@ -309,10 +331,15 @@ def smallest_budget(case: Case, recipe: Recipe | None = None, precision: str = "
 def _same(name: str, a: Any, b: Any) -> None:
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a} / {b}"
-        if not torch.equal(a, b) and not (a.is_floating_point() and torch.equal(a.isnan(), b.isnan())
-                                          and torch.equal(a.nan_to_num(), b.nan_to_num())):
+        if not torch.equal(a, b) and not (
+            a.is_floating_point()
+            and torch.equal(a.isnan(), b.isnan())
+            and torch.equal(a.nan_to_num(), b.nan_to_num())
+        ):
             worst = (a.double() - b.double()).abs().max().item()
-            raise AssertionError(f"{name} differs by up to {worst:.3g} in {(a != b).sum()} of {a.numel()} elements")
+            raise AssertionError(
+                f"{name} differs by up to {worst:.3g} in {(a != b).sum()} of {a.numel()} elements"
+            )
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), f"{name}: {sorted(a)} / {sorted(b)}"
         for key in a:
@@ -340,7 +367,11 @@ def assert_close_training(engine: Record, plain: Record, *, rel: float = 1e-5) -
         for step, (ours, theirs) in enumerate(zip(engine.gradients, plain.gradients, strict=True)):
             present = [name for name, grad in ours.items() if grad is not None]
             assert present == [name for name, grad in theirs.items() if grad is not None], f"step {step}"
-    _same("counters", {n: s["step"] for n, s in engine.states.items()}, {n: s["step"] for n, s in plain.states.items()})
+    _same(
+        "counters",
+        {n: s["step"] for n, s in engine.states.items()},
+        {n: s["step"] for n, s in plain.states.items()},
+    )
     assert engine.buffers.keys() == plain.buffers.keys()
     for name, buffer in engine.buffers.items():
         torch.testing.assert_close(buffer, plain.buffers[name], rtol=1e-5, atol=1e-7, msg=name)
