@@ -235,6 +235,7 @@ class OffloadEngine:
             if self.plan.update_timing == "serial":
                 self._updates.wait()
             self._lanes.reap()
+            self._residency.record_memory()
             end_ns = self.timeline.clock()
             self.timeline.phase(UPDATE, start_ns, end_ns)
             self.timeline.step(self.steps, self._step_start_ns, end_ns)

@@ -36,6 +36,7 @@ class ResidencyManager:
         self._expected: frozenset[int] = frozenset()
         self._other_peak_bytes = -1
         self._other_peak_now = 0
+        self._recorded_peak = 0
         self.fetches = 0
         self.evictions = 0
         for bucket in buckets:
@@ -98,8 +99,18 @@ class ResidencyManager:
         bucket.transfer = None
         bucket.residency = Residency.RESIDENT
         self._log.reap()
-        if self._log.timeline.enabled:
-            self._log.timeline.memory("device", self._device.used_bytes(), self._log.timeline.clock())
+        self.record_memory()
+
+    def record_memory(self) -> None:
+        """Record the device level in the timeline, and a new peak since the last record, which lies between levels."""
+        timeline = self._log.timeline
+        if timeline.enabled:
+            now = timeline.clock()
+            peak = self._device.peak_bytes()
+            if peak > self._recorded_peak:
+                self._recorded_peak = peak
+                timeline.memory("device", peak, now)
+            timeline.memory("device", self._device.used_bytes(), now)
 
     def prefetch(self, upcoming: Sequence[int]) -> None:
         """Start fetches of the buckets expected next, up to the plan's look-ahead, as far as there is room."""
