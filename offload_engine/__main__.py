@@ -7,11 +7,12 @@ the user can mend, 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+
+from offload_engine import __version__
 
 __all__ = ["main"]
 
@@ -36,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="offload-engine",
         description="Train models that do not fit their device, and see where time and bytes go.",
     )
-    parser.add_argument("--version", action="version", version=f"offload-engine {_version()}")
+    parser.add_argument("--version", action="version", version=f"offload-engine {__version__}")
     parser.add_argument(
         "--traceback", action="store_true", help="show the traceback of an error (OFFLOAD_ENGINE_DEBUG=1)"
     )
@@ -138,13 +139,6 @@ def _restart_with_waiting_threads() -> None:
     if os.name == "posix" and not chosen:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("offload-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return "0 (not installed)"
 
 
 if __name__ == "__main__":

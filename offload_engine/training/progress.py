@@ -33,9 +33,9 @@ class StepFacts:
         ]
         if self.device_budget_bytes is not None:
             budget = format_bytes(self.device_budget_bytes)
-            parts.append(f"device peak {format_bytes(self.device_peak_bytes)} of {budget}")
+            parts.append(f"device {format_bytes(self.device_peak_bytes)} of {budget}")
         elif self.device_peak_bytes:
-            parts.append(f"device peak {format_bytes(self.device_peak_bytes)}")
+            parts.append(f"device {format_bytes(self.device_peak_bytes)}")
         waits = sorted(((ns, cause) for cause, ns in self.wait_ns_by_cause.items() if ns > 0), reverse=True)
         if waits:
             detail = ", ".join(f"{cause} {ns / 1e6:.1f}" for ns, cause in waits)
