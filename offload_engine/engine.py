@@ -45,6 +45,7 @@ from offload_engine.streaming import (
     LaneLog,
     ResidencyManager,
     Streamer,
+    Touched,
     UseOrder,
     map_tensors,
 )
@@ -126,13 +127,14 @@ class OffloadEngine:
         )
         self._order = UseOrder([bucket.index for bucket in self._buckets])
         self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
+        self._touched = Touched()
         self._gradients = GradientStore(
-            registry, self._buckets, self.device, log, self._cpu_lane, self._slabs
+            registry, self._buckets, self.device, log, self._cpu_lane, self._slabs, self._touched
         )
         self._gradients.sum_squares_early = config.max_grad_norm is not None
         self._residency.free_gradients = self._gradients.free_one
         self.device.set_pressure_handler(self._residency.relieve)
-        self._external = ExternalChanges(registry, self._buckets)
+        self._external = ExternalChanges(registry, self._buckets, self._touched)
         self._streamer = Streamer(
             model,
             registry,
@@ -144,7 +146,9 @@ class OffloadEngine:
             self._order,
             log,
         )
-        self._updates = UpdatePipeline(self._buckets, self._gradients, self._residency, self._cpu_lane, log)
+        self._updates = UpdatePipeline(
+            self._buckets, self._gradients, self._residency, self._cpu_lane, log, self._touched
+        )
         self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
             optimizer, registry, self._buckets, self._step, self._updates.wait_bucket
         )
@@ -153,6 +157,7 @@ class OffloadEngine:
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self.max_grad_norm: float | None = config.max_grad_norm
         self._norm: float | None = None
+        self._norm_backwards = 0
         self._step_start_ns = self.timeline.clock()
         self._words = [
             f"device: {self.device.kind}, budget {format_bytes(budget) if budget else 'unlimited'}; "
@@ -163,6 +168,7 @@ class OffloadEngine:
             *self._what_is_off(),
         ]
         self._isa = backend.isa if backend.name == "native" else backend.name
+        self._updates.guard.install()
         self._closed = False
         for line in self._words:
             _log.info(line)
@@ -221,10 +227,9 @@ class OffloadEngine:
             self._external.sweep()
             entries = [entry for entry in self._gradients.settle() if entry.group is not None]
             scale = 1.0
-            self._norm = None
             if self.max_grad_norm is not None:
-                self._norm = global_norm(self._gradients, entries)
-                scale = clip_factor(self._norm, self.max_grad_norm)
+                norm = self._keep_norm(global_norm(self._gradients, entries))
+                scale = clip_factor(norm, self.max_grad_norm)
             settings = {
                 id(group): settings_of(group, self._optimizer_kind) for group in self.optimizer.param_groups
             }
@@ -257,16 +262,23 @@ class OffloadEngine:
                 for index in {entry.bucket_index for entry in entries}:
                     self._updates.wait_bucket(self._buckets[index])
                 scale_gradients(self._gradients, entries, factor)
-            self._norm = norm
-            return torch.tensor(norm, dtype=torch.float64)
+            return torch.tensor(self._keep_norm(norm), dtype=torch.float64)
+
+    def _keep_norm(self, norm: float) -> float:
+        self._norm, self._norm_backwards = norm, self._gradients.backwards
+        return norm
 
     @property
     def grad_norm(self) -> float:
-        """Global 2-norm of the last step's gradients before clipping (of the present ones if no step took it)."""
-        if self._norm is None:
-            with _no_modes():
-                self._norm = global_norm(self._gradients, self._gradients.settle())
-        return self._norm
+        """Global 2-norm of the gradients that are there now.
+
+        From a clipping (`max_grad_norm` in a step, or `clip_grad_norm_`) until the next backward: the norm before it.
+        """
+        with _no_modes():
+            self._streamer.settle()
+            if self._norm is not None and self._norm_backwards == self._gradients.backwards:
+                return self._norm
+            return global_norm(self._gradients, self._gradients.settle())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters of the optimizer."""

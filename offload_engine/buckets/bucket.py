@@ -14,6 +14,8 @@ from offload_engine.kernels import Event
 
 __all__ = ["Bucket", "Residency", "state_bytes"]
 
+_no_dispatch = torch._C._DisableTorchDispatch
+
 
 class Residency(enum.Enum):
     """Where a bucket's working copy is. Evicting frees at once, so there is no state between RESIDENT and HOST."""
@@ -119,9 +121,13 @@ class Bucket:
     def host_view(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of a host array of this bucket that belongs to `entry`, in the parameter's shape.
 
-        Through `.data`, so that each view counts its own versions: writing to one is no change of its neighbours.
+        Not a view in torch's sense: it counts its own versions, so that writing to one is no change of its
+        neighbours, and `detach_()` works on it as on any gradient.
         """
-        return flat.data.as_strided(entry.shape, entry.stride, flat.storage_offset() + entry.offset_numel)
+        with _no_dispatch():  # host memory: nothing for the device's ledger
+            array = torch.empty(0, dtype=flat.dtype)
+            offset = flat.storage_offset() + entry.offset_numel
+            return array.set_(flat.untyped_storage(), offset, entry.shape, entry.stride)
 
     def span(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
         """Return the same part as a 1-D run of `span_numel` elements in storage order."""

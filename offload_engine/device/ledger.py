@@ -18,6 +18,12 @@ from offload_engine.config import format_bytes
 __all__ = ["MemoryLedger"]
 
 _in_backward = torch._C._current_graph_task_id
+_FOREACH_IN_PLACE = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in dir(torch.ops.aten)
+    if name.startswith("_foreach_") and name.endswith("_")
+    for overload in getattr(torch.ops.aten, name).overloads()
+)
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -100,6 +106,9 @@ class MemoryLedger(TorchDispatchMode):
                 if refill is not None:
                     refill()
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if func in _FOREACH_IN_PLACE:
+            # Under a dispatch mode torch forgets to count the versions of these, and of no others.
+            torch.autograd.graph.increment_version(args[0])
         live = self._live
         if (
             self.depth > 0

@@ -1,12 +1,14 @@
-"""The read guard: whoever touches a host tensor that a pending update is working on waits for that update.
+"""The guard over the host slabs: readers wait for the update that is writing, and writers are noticed.
 
-`step()` returns while updates run. The guard is a torch function mode at the bottom of the calling thread's stack,
-there only from `step()` until the updates are done; it looks at the storages of tensors that user code passes to
-torch. Other threads of the user are not covered: they call `engine.synchronize()` first.
+`step()` returns while updates run, and users write through `p.data`, which leaves no trace on `p`. The guard is a torch
+function mode at the bottom of the stack of each thread that wrapped or stepped, until `close`; it looks at the storages
+of tensors that user code passes to torch. Other threads call `engine.synchronize()` first. What numpy writes into an
+array that was taken before is not seen.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload_engine.buckets import Bucket
 from offload_engine.device.torch_modes import insert_mode, remove_mode
+from offload_engine.streaming import Touched
 
 __all__ = ["ReadGuard"]
 
@@ -38,61 +41,73 @@ def _metadata_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
-_METADATA = _metadata_functions()
+_METADATA, _READ, _WRITE = range(3)
+_WRITERS = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
+    "__ixor__ __ilshift__ __irshift__ numpy __array__ __dlpack__ untyped_storage storage data_ptr".split()
+)
+"""Besides the names that end in one underscore; the last six hand out memory that others may write."""
+
+
+def _kind_of(function: Any) -> int:
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return _WRITE if in_place or name in _WRITERS else _READ
 
 
 class ReadGuard(TorchFunctionMode):
-    """Owns: its place in the mode stack while updates are pending.
+    """Owns: its place in the mode stacks, from `install` to `remove`.
 
     Args:
         wait: called with a bucket whose update must be done before the call goes on.
+        touched: where buckets are noted that somebody may have written.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], wait: Callable[[Bucket], None]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], wait: Callable[[Bucket], None], touched: Touched) -> None:
         super().__init__()
         self._wait = wait
+        self._touched = touched
         # Held storages keep their ids: torch has one Python object per memory block as long as somebody holds it.
         self._storages = [(slab.untyped_storage(), bucket) for bucket in buckets for slab in bucket.slabs]
         self._bucket_of = {id(storage): bucket for storage, bucket in self._storages}
-        self._pending: list[Bucket] = []
-        self._inserted = False
+        self._kinds: dict[Any, int] = dict.fromkeys(_metadata_functions(), _METADATA)
+        self._threads: set[int] = set()
 
-    def watch(self, buckets: list[Bucket]) -> None:
-        """Guard these buckets until their updates are done."""
-        self._pending = buckets
-        if buckets and not self._inserted:
+    def install(self) -> None:
+        """Guard the calls of this thread, too. Idempotent."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads.add(thread)
             insert_mode(self)
-            self._inserted = True
-
-    def prune(self) -> None:
-        """Leave the stack when nothing is pending any more. Call it outside any torch call."""
-        if self._inserted:
-            self._pending = [
-                b for b in self._pending if b.pending_update is not None and not b.pending_update.done()
-            ]
-            if not self._pending:
-                self.remove()
 
     def remove(self) -> None:
-        """Leave the stack. Idempotent."""
-        if self._inserted:
-            self._inserted = False
+        """Leave the stack of this thread, and do nothing any more in others. Idempotent."""
+        if threading.get_ident() in self._threads:
             remove_mode(self)
+        self._threads.clear()
+        self._bucket_of.clear()
+        self._storages.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _METADATA:
-            self._look(args)
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind != _METADATA:
+            self._look(args, kind == _WRITE)
         if kwargs:
-            self._look(kwargs.values())
+            self._look(kwargs.values(), kind == _WRITE or "out" in kwargs)
             return func(*args, **kwargs)
         return func(*args)
 
-    def _look(self, values: Iterable[Any]) -> None:
+    def _look(self, values: Iterable[Any], writes: bool) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and value.device.type == "cpu":
                     bucket = self._bucket_of.get(id(value.untyped_storage()))
-                    if bucket is not None and bucket.pending_update is not None:
-                        self._wait(bucket)
+                    if bucket is not None:
+                        if bucket.pending_update is not None:
+                            self._wait(bucket)
+                        if writes:
+                            self._touched.note(bucket, value)
             elif isinstance(value, tuple | list):
-                self._look(value)
+                self._look(value, writes)

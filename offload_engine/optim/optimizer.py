@@ -109,21 +109,26 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.add_param_group(group)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before wrapping looks for it
+        self._replaced: dict[str, Any] = {}
         for function in (step, zero_grad, load_state_dict, add_param_group):
+            self._replaced[function.__name__] = adopted.__dict__.get(function.__name__)
             adopted.__dict__[function.__name__] = MethodType(function, adopted)
 
     def detach(self) -> None:
         """Give the adopted optimizer its own methods back, with a copy of the present state. Idempotent."""
         adopted = self._adopted
-        if adopted.__dict__.pop("zero_grad", None) is None:
+        if not self._replaced:
             return
-        for name in ("step", "load_state_dict", "add_param_group"):
+        for name, own in self._replaced.items():
             adopted.__dict__.pop(name, None)
-        own = self._adopted_state
-        own.clear()
-        for param, state in self.state.items():
-            own[param] = {key: value.clone() for key, value in state.items()}
-        adopted.state = own
+            if own is not None:  # a scheduler made before wrapping had put its own there
+                adopted.__dict__[name] = own
+        self._replaced = {}
+        state = self._adopted_state
+        state.clear()
+        for param, values in self.state.items():
+            state[param] = {key: value.clone() for key, value in values.items()}
+        adopted.state = state
 
     # torch.optim.Optimizer.
 
@@ -134,6 +139,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._run_step()
+        self._adopted._opt_called = True  # type: ignore[attr-defined]  # its schedulers look whether a step came first
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

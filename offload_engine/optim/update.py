@@ -15,7 +15,7 @@ from offload_engine.errors import KernelError
 from offload_engine.kernels import AdamSegment, Lane
 from offload_engine.optim.groups import GroupSettings
 from offload_engine.optim.guard import ReadGuard
-from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, runs_of
+from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, Touched, runs_of
 from offload_engine.timeline import CAUSE_READ, CPU_UPDATE
 
 __all__ = ["UpdatePipeline"]
@@ -31,6 +31,7 @@ class UpdatePipeline:
         residency: ResidencyManager,
         lane: Lane,
         log: LaneLog,
+        touched: Touched,
     ) -> None:
         self._buckets = buckets
         self._gradients = gradients
@@ -38,7 +39,7 @@ class UpdatePipeline:
         self._lane = lane
         self._log = log
         self._step = 0
-        self.guard = ReadGuard(buckets, self.wait_bucket)
+        self.guard = ReadGuard(buckets, self.wait_bucket, touched)
 
     def start(
         self,
@@ -61,18 +62,15 @@ class UpdatePipeline:
         for entry in entries:
             entry.step += 1
             by_bucket.setdefault(entry.bucket_index, []).append(entry)
-        started: list[Bucket] = []
         for index in order:
             group = by_bucket.get(index)
             if group:
-                bucket = self._buckets[index]
-                self._start_bucket(bucket, group, settings, grad_scale)
-                started.append(bucket)
+                self._start_bucket(self._buckets[index], group, settings, grad_scale)
         for entry in entries:
             # As any in-place update does: a graph made before it must not be used after it.
             torch.autograd.graph.increment_version(entry.param)
             entry.seen_version = entry.param._version
-        self.guard.watch(started)
+        self.guard.install()
 
     def _start_bucket(
         self,
@@ -142,7 +140,6 @@ class UpdatePipeline:
         for bucket in self._buckets:
             self.wait_bucket(bucket)
         self._log.reap()
-        self.guard.prune()
 
 
 def _runs_by_settings(

@@ -1,6 +1,6 @@
 """Streaming: module hooks, the learned order, fetching and evicting buckets, gradients on their way to the host."""
 
-from offload_engine.streaming.external import ExternalChanges
+from offload_engine.streaming.external import ExternalChanges, Touched
 from offload_engine.streaming.gradients import GradientStore, runs_of
 from offload_engine.streaming.hooks import Streamer
 from offload_engine.streaming.lanelog import LaneLog
@@ -14,6 +14,7 @@ __all__ = [
     "LaneLog",
     "ResidencyManager",
     "Streamer",
+    "Touched",
     "UseOrder",
     "map_tensors",
     "runs_of",

@@ -1,7 +1,8 @@
 """Notices what users do to parameters between steps, and makes the host copies and masters follow.
 
-Two ways lead there: `param.data = other` (another address) and writing in place (`load_state_dict`, `init.*`,
-`param.copy_`: another version). Called before parameters are used, updated or saved.
+Three ways lead there: `param.data = other` (another address or layout), writing in place (`load_state_dict`, `init.*`,
+`param.copy_`: another version), and writing through `param.data`, which the guard notes as a touched bucket. Called
+before parameters are used, updated or saved.
 """
 
 from __future__ import annotations
@@ -13,33 +14,73 @@ import torch
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
 from offload_engine.errors import StateError
 
-__all__ = ["ExternalChanges"]
+__all__ = ["ExternalChanges", "Touched"]
+
+_no_dispatch = torch._C._DisableTorchDispatch
+
+
+class Touched:
+    """Buckets whose host memory somebody outside may have written, by what of it."""
+
+    def __init__(self) -> None:
+        self.values: set[int] = set()
+        """Working copies (in fp32 the masters)."""
+        self.gradients: set[int] = set()
+        self.states: set[int] = set()
+        """Masters that are not the working copy, and moments."""
+
+    def note(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Note a write to `tensor`, which lies in one of the bucket's slabs."""
+        if len(bucket.slabs) > 1 and tensor.untyped_storage() is bucket.slabs[1].untyped_storage():
+            self.states.add(bucket.index)
+        elif tensor.storage_offset() * tensor.element_size() < bucket.nbytes:
+            self.values.add(bucket.index)
+        else:
+            self.gradients.add(bucket.index)
 
 
 class ExternalChanges:
     """Compares every parameter with what the engine last saw of it."""
 
-    def __init__(self, registry: Registry, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, registry: Registry, buckets: Sequence[Bucket], touched: Touched) -> None:
         self._registry = registry
         self._buckets = buckets
+        self._touched = touched
 
     def sweep(self) -> None:
         """Take over every change made since the last sweep.
 
         Raises:
-            StateError: a parameter has another shape than at wrapping.
+            StateError: a parameter has another shape or dtype than at wrapping, or was frozen then and is not now.
         """
+        self.take_touched()
         for entry in self._registry.entries:
             if entry.uses == 0:
                 self.check(entry)
+
+    def take_touched(self) -> None:
+        """Take over what was written through aliases of working copies."""
+        while self._touched.values:
+            for entry in self._buckets[self._touched.values.pop()].entries:
+                seen = entry.param._version if entry.uses == 0 else entry.seen_version
+                self.written(entry, entry.host_view)
+                entry.seen_version = seen  # what a unit in use has done on the device is noticed when it ends
 
     def check(self, entry: ParameterEntry) -> None:
         """Take over what was done to one parameter that no unit uses now."""
         param = entry.param
         if param.data_ptr() != entry.host_address and entry.span_numel:
             self._adopt(entry)
+        elif param.shape != entry.shape or param.stride() != entry.stride:
+            self._adopt(entry)
         elif param._version != entry.seen_version:
             self.written(entry, entry.host_view)
+        if param.requires_grad and not entry.trainable:
+            raise StateError(
+                f"parameter '{entry.name}' was frozen when it was wrapped and requires a gradient now. It has no "
+                f"gradient or optimizer states in the engine: call engine.close(), unfreeze it, and wrap anew (or "
+                f"wrap with it trainable, and freeze it afterwards)."
+            )
 
     def _adopt(self, entry: ParameterEntry) -> None:
         new = entry.param.data
@@ -49,17 +90,35 @@ class ExternalChanges:
                 f"{tuple(new.shape)} now. Its bucket is laid out for the old shape: call engine.close(), change the "
                 f"model, and wrap it anew."
             )
+        widens = entry.working_dtype is torch.bfloat16 and new.dtype is torch.float32
+        if new.dtype is not entry.working_dtype and not widens:
+            raise StateError(
+                f"parameter '{entry.name}' is {new.dtype} now (model.half(), .double() or .to(dtype)?); the engine "
+                f"computes it in {entry.working_dtype}. Call engine.close() first, or choose EngineConfig.precision."
+            )
+        if new.data_ptr() == entry.host_address:
+            new = new.clone()  # the same memory seen otherwise, transposed for example
         entry.param.data = entry.host_view
         self.written(entry, new)
 
     def written(self, entry: ParameterEntry, value: torch.Tensor) -> None:
-        """Make host copy and master hold `value`, in the best precision that it has."""
+        """Make host copy and master hold `value`, in the best precision that there is.
+
+        Where the new working value is the master's own rounding, the master stays: who scales half of a bf16
+        parameter does not round the other half.
+        """
         bucket = self._buckets[entry.bucket_index]
         if bucket.pending_update is not None:
             bucket.pending_update.wait()
-        if value is not entry.host_view:
-            entry.host_view.copy_(value)
-        if bucket.master is not None and not bucket.is_own_master:
-            bucket.host_view(entry, bucket.master).copy_(value)
+        with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
+            if value is not entry.host_view:
+                entry.host_view.copy_(value)
+            if bucket.master is not None and not bucket.is_own_master:
+                master = bucket.host_view(entry, bucket.master)
+                if value.dtype is torch.float32:
+                    master.copy_(value)
+                else:
+                    kept = master.to(value.dtype) == entry.host_view
+                    master.copy_(torch.where(kept, master, entry.host_view.float()))
         bucket.version += 1
         entry.seen_version = entry.param._version

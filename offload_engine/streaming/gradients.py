@@ -17,6 +17,7 @@ from offload_engine.device import Device
 from offload_engine.errors import UnsupportedError
 from offload_engine.host import SlabAllocator
 from offload_engine.kernels import NORM_BLOCK, Event, Lane
+from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_UPDATE, D2H
 
@@ -53,6 +54,7 @@ class GradientStore:
         log: LaneLog,
         cpu_lane: Lane,
         slabs: SlabAllocator,
+        touched: Touched,
     ) -> None:
         self._registry = registry
         self._buckets = buckets
@@ -60,6 +62,7 @@ class GradientStore:
         self._log = log
         self._lane = cpu_lane
         self._slabs = slabs
+        self._touched = touched
         self._aside: list[ParameterEntry] = []
         self._waiting: dict[int, dict[int, _Item]] = {}
         """Bucket -> parameter -> its gradient that waits for the others of the bucket."""
@@ -72,6 +75,8 @@ class GradientStore:
         self._staging_free: list[Event | None] = [None, None]
         self._turn = 0
         self._micro_batch = 0
+        self.backwards = 0
+        """How many backwards have changed a gradient."""
         self._last_micro_batches = 1
         self.sum_squares_early = False
         """Sum squares as gradients land, under backward; otherwise only when somebody asks for the norm."""
@@ -137,6 +142,17 @@ class GradientStore:
         flat = torch.zeros(entry.span_numel, dtype=dtype, device=grad.device)
         flat.as_strided(entry.shape, entry.stride).copy_(grad)
         return flat
+
+    def take_touched(self) -> None:
+        """Notice what was written through aliases of host gradients. Before a backward, and before they are used."""
+        while self._touched.gradients:
+            bucket = self._buckets[self._touched.gradients.pop()]
+            for entry in bucket.entries:
+                entry.norm_valid = False
+                if entry.in_accumulator and entry.grad_view is not None:
+                    assert bucket.accumulator is not None
+                    rounded = bucket.host_view(entry, bucket.accumulator).to(entry.working_dtype)
+                    entry.in_accumulator = torch.equal(rounded, entry.grad_view)
 
     # To the host.
 
@@ -308,6 +324,7 @@ class GradientStore:
         self._log.reap()
         if self._landed:
             self._micro_batch += 1
+            self.backwards += 1
         for entry in self._landed:
             entry.landed = False
             assert entry.grad_view is not None
@@ -390,6 +407,7 @@ class GradientStore:
 
     def settle(self) -> list[ParameterEntry]:
         """Return the entries that have a gradient now, each with its host slab equal to what `param.grad` holds."""
+        self.take_touched()
         present = []
         for entry in self._registry.entries:
             grad = entry.param.grad

@@ -256,11 +256,12 @@ class Streamer:
 
     def _hold(self, unit: Unit) -> None:
         buckets = self._unit_buckets[id(unit)]
-        for bucket in buckets:
-            bucket.uses += 1
+        self._external.take_touched()
         for entry in unit.entries:
             if entry.uses == 0:
                 self._external.check(entry)
+        for bucket in buckets:
+            bucket.uses += 1
         for bucket in buckets:
             try:
                 self._residency.require(bucket)
@@ -331,6 +332,7 @@ class Streamer:
             return
         if not self._backward_tasks:
             self._end_open_pass()
+            self._gradients.take_touched()
             self._pass_kind = BACKWARD
             self._differentiable = torch.is_grad_enabled()
             self._order.begin(BACKWARD)

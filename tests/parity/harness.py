@@ -120,6 +120,7 @@ class Net:
             return
         if self.kernel:
             kernel_step(self.optimizer)
+            self.optimizer._opt_called = True  # for schedulers, which look whether `step` came first
         else:
             self.optimizer.step()
         if self.bf16:
