@@ -31,9 +31,9 @@ COMMON_FLAGS = [
     "-Wall", "-Wextra",
 ]  # fmt: skip
 REMEDY = (
-    "Install a C++17 compiler (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) "
-    "or name one in the environment variable CXX, and install again. To go without the native kernels, install with "
-    'OFFLOAD_ENGINE_BUILD=numba in the environment and set kernels = "numba" in the config.'
+    "Install a C++17 compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; macOS: xcode-select "
+    "--install) or name one in the environment variable CXX, and install again. To go without the native kernels, "
+    'install with OFFLOAD_ENGINE_BUILD=numba in the environment and set kernels = "numba" in the config.'
 )
 
 
@@ -45,7 +45,9 @@ def compiler() -> list[str]:
 def run(command: list[str]) -> None:
     """Run one compiler command; on failure end the build with the command, its output and the remedy."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
         failure, output = done.returncode and f"exit status {done.returncode}", done.stdout
     except OSError as error:
         failure, output = str(error), ""
@@ -63,7 +65,9 @@ class BuildNative(build_ext):
         import pybind11
 
         machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-        files = dict.fromkeys(SOURCES, ["-I" + pybind11.get_include(), "-I" + sysconfig.get_paths()["include"]])
+        files = dict.fromkeys(
+            SOURCES, ["-I" + pybind11.get_include(), "-I" + sysconfig.get_paths()["include"]]
+        )
         files |= ISA_FLAGS.get(machine, {"isa_scalar": []})
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
@@ -72,7 +76,17 @@ class BuildNative(build_ext):
         def compile_one(name: str) -> str:
             target = objects / f"{name}.o"
             if self.force or not target.exists() or target.stat().st_mtime < newest:
-                run([*compiler(), *COMMON_FLAGS, *files[name], "-c", str(CSRC / f"{name}.cpp"), "-o", str(target)])
+                run(
+                    [
+                        *compiler(),
+                        *COMMON_FLAGS,
+                        *files[name],
+                        "-c",
+                        str(CSRC / f"{name}.cpp"),
+                        "-o",
+                        str(target),
+                    ]
+                )
             return str(target)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:

@@ -40,12 +40,12 @@ bool wait_in_slices(std::optional<double> timeout_s, Step step) {
 bool wait(Event& event, std::optional<double> timeout_s) {
   const bool ended = event.done() || wait_in_slices(timeout_s, [&](int64_t ns) { return event.wait_for(ns); });
   free_retired();
-  if (event.state() == Event::State::kFailed) throw UsageError(event.message());
+  if (event.state() == Event::State::kFailed) throw KernelError(event.message());
   return ended;
 }
 
 void manual_only(const Event& event) {
-  if (!event.manual) throw UsageError("this event belongs to a lane's job, which ends it. Use Event.manual() for one to signal.");
+  if (!event.manual) throw KernelError("this event belongs to a lane's job, which ends it. Signal one of Event.manual().");
 }
 
 class PyLane {
@@ -133,8 +133,8 @@ class PyLane {
 
  private:
   static std::string check(const std::string& name, double gbps, const Kernels* kernels, const std::string& isa) {
-    if (!kernels) throw UsageError("lane '" + name + "': isa '" + isa + "' is not available. See offload_engine.kernels.available_isas().");
-    if (!(gbps >= 0) || std::isinf(gbps)) throw UsageError("lane '" + name + "': gbps is " + std::to_string(gbps) + ". It must be 0 (no limit) or positive.");
+    if (!kernels) throw KernelError("lane '" + name + "': isa '" + isa + "' is not available. See offload_engine.kernels.available_isas().");
+    if (!(gbps >= 0) || std::isinf(gbps)) throw KernelError("lane '" + name + "': gbps is " + std::to_string(gbps) + ". It must be 0 (no limit) or positive.");
     return name;
   }
 
@@ -188,15 +188,24 @@ class PyLane {
 
   EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run) {
     if (getpid() != pid_)
-      throw UsageError("lane '" + name() + "' was made before a fork and its thread is not in this process. Make the engine in the process that uses it.");
+      throw KernelError("lane '" + name() + "' was made before a fork and its thread is not in this process. Make the engine in the process that uses it.");
     free_retired();
     Job job;
     job.what = tensors.job();
-    for (py::handle event : after) job.after.push_back(event.cast<EventPtr>());
+    for (py::handle event : after) {
+      if (!py::isinstance<Event>(event))
+        tensors.refuse(std::string("after has a ") + Py_TYPE(event.ptr())->tp_name, "Pass events of this backend.");
+      job.after.push_back(event.cast<EventPtr>());
+    }
     job.run = std::move(run);
     job.event->nbytes = int64_t(nbytes);
     job.keep = tensors.take_keep();
-    return lane_->submit(std::move(job));
+    const EventPtr event = job.event;
+    if (!lane_->submit(job)) {
+      Tensors::release(job.keep);
+      throw KernelError(tensors.job() + ": lane '" + name() + "' is closed. Submit before close().");
+    }
+    return event;
   }
 
   const pid_t pid_;
@@ -206,7 +215,7 @@ class PyLane {
 };
 
 std::shared_ptr<Pool> make_pool(int threads) {
-  if (threads < 1) throw UsageError("a pool of " + std::to_string(threads) + " threads. It needs at least 1.");
+  if (threads < 1) throw KernelError("a pool of " + std::to_string(threads) + " threads. It needs at least 1.");
   // A forked child has no helpers to join: it leaks the pool instead.
   return {new Pool(threads), [pid = getpid()](Pool* pool) {
             if (getpid() == pid) delete pool;
@@ -220,7 +229,7 @@ PYBIND11_MODULE(_native, m) {
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       std::rethrow_exception(thrown);
-    } catch (const UsageError& error) {
+    } catch (const KernelError& error) {
       py::set_error(py::module_::import("offload_engine.errors").attr("KernelError"), error.what());
     }
   });

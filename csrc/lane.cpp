@@ -73,7 +73,7 @@ void Throttle::pay(size_t nbytes) {
   }
 }
 
-struct Lane::State {
+struct LaneState {
   std::string name;
   double gbps;
   std::shared_ptr<Pool> pool;
@@ -81,14 +81,28 @@ struct Lane::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Job> queue;
-  bool closed = false, ended = false;
-  std::atomic<bool> abandoned{false};
+  bool ended = false;
+  std::atomic<bool> closed{false}, abandoned{false};  // set under the mutex
+  std::shared_ptr<Event> waits_for;  // what the current job waits for
 
+  void wait_for(const std::shared_ptr<Event>& event);
   void run(Job& job, Throttle& throttle);
   void run_or_throw(Job& job, Throttle& throttle);
 };
 
 namespace {
+
+// Whether the event can only end by a manual event that nobody has ended.
+bool stuck(std::shared_ptr<Event> event) {
+  while (event && !event->done()) {
+    if (event->manual) return true;
+    const auto lane = event->lane.lock();
+    if (!lane) return false;
+    std::lock_guard<std::mutex> lock(lane->mutex);
+    event = lane->waits_for;
+  }
+  return false;
+}
 
 // Every lane whose thread may still live. Never destroyed: threads may outlast static destructors.
 struct Registry {
@@ -104,7 +118,7 @@ Registry& registry() {
 }  // namespace
 
 Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&))
-    : state_(std::make_shared<State>()) {
+    : state_(std::make_shared<LaneState>()) {
   state_->name = std::move(name);
   state_->gbps = gbps;
   state_->pool = std::move(pool);
@@ -122,15 +136,15 @@ const std::string& Lane::name() const { return state_->name; }
 
 Pool* Lane::pool() const { return state_->pool.get(); }
 
-std::shared_ptr<Event> Lane::submit(Job job) {
-  auto event = job.event;
+bool Lane::submit(Job& job) {
+  job.event->lane = state_;
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
-    if (state_->closed) throw std::runtime_error("lane '" + state_->name + "' is closed. Submit before close().");
+    if (state_->closed) return false;
     state_->queue.push_back(std::move(job));
   }
   state_->changed.notify_all();
-  return event;
+  return true;
 }
 
 void Lane::close() {
@@ -152,11 +166,11 @@ bool Lane::wait_ended(int64_t timeout_ns) {
 }
 
 void Lane::abandon_all() {
-  std::vector<std::shared_ptr<State>> states;
+  std::vector<std::shared_ptr<LaneState>> states;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     for (auto& weak : registry().states)
-      if (auto state = std::static_pointer_cast<State>(weak.lock())) states.push_back(state);
+      if (auto state = std::static_pointer_cast<LaneState>(weak.lock())) states.push_back(state);
   }
   for (auto& state : states) {
     state->abandoned.store(true);
@@ -172,19 +186,30 @@ void Lane::abandon_all() {
   }
 }
 
-void Lane::State::run_or_throw(Job& job, Throttle& throttle) {
-  for (const auto& event : job.after) {
-    while (!abandoned.load() && !event->wait_for(kSliceNs)) {
+void LaneState::wait_for(const std::shared_ptr<Event>& event) {
+  const auto announce = [this](std::shared_ptr<Event> now) {
+    std::lock_guard<std::mutex> lock(mutex);
+    waits_for.swap(now);
+  };
+  if (!event->done()) {
+    announce(event);
+    while (!event->wait_for(kSliceNs) && !abandoned.load() && !(closed.load() && stuck(event))) {
     }
-    if (event->state() == Event::State::kFailed)
-      throw std::runtime_error("what it had to wait for failed: " + event->message());
+    announce(nullptr);
   }
+  if (event->state() == Event::State::kFailed)
+    throw std::runtime_error("what it had to wait for failed: " + event->message());
+  if (!event->done()) throw std::runtime_error("the lane was closed, and nobody had ended the event that it had to wait for");
+}
+
+void LaneState::run_or_throw(Job& job, Throttle& throttle) {
+  for (const auto& event : job.after) wait_for(event);
   if (abandoned.load()) throw std::runtime_error("the lane was shut down before the job started");
   job.event->start(now_ns());
   job.run(throttle);
 }
 
-void Lane::State::run(Job& job, Throttle& throttle) {
+void LaneState::run(Job& job, Throttle& throttle) {
   std::string failure;
   try {
     run_or_throw(job, throttle);
@@ -199,7 +224,7 @@ void Lane::State::run(Job& job, Throttle& throttle) {
     job.event->fail(failure);
 }
 
-void Lane::work(std::shared_ptr<State> state) {
+void Lane::work(std::shared_ptr<LaneState> state) {
   prepare_thread("oe-" + state->name);
   Throttle throttle(state->gbps, state->abandoned);
   std::unique_lock<std::mutex> lock(state->mutex);

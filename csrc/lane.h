@@ -32,6 +32,8 @@ inline void cpu_relax() {
 // another library may have set to flush subnormals.
 void prepare_thread(const std::string& name);
 
+struct LaneState;
+
 class Event {
  public:
   enum class State { kPending, kDone, kFailed };
@@ -49,6 +51,7 @@ class Event {
   std::string message() const;        // why it failed
 
   const bool manual;
+  std::weak_ptr<LaneState> lane;  // whose job ends it; set before anybody else sees the event
   std::atomic<int64_t> start_ns{0}, end_ns{0};
   int64_t nbytes = 0;
 
@@ -98,19 +101,21 @@ class Lane {
 
   const std::string& name() const;
   Pool* pool() const;
-  std::shared_ptr<Event> submit(Job job);  // throws when closed
+  // Takes the job and returns true, or leaves it as it is when the lane is closed.
+  bool submit(Job& job);
 
-  void close();                         // no more jobs; the thread ends when the queue is empty
-  void abandon();                       // close, and fail what has not started
+  // No more jobs; the thread ends when the queue is empty. From now on a job fails when it would wait, itself or through
+  // other lanes' jobs, for a manual event that nobody has ended: otherwise an error before signal() would hang close().
+  void close();
+  void abandon();                       // close, and fail all that has not started
   bool wait_ended(int64_t timeout_ns);  // true once the thread has ended
 
   // At the interpreter's exit: abandons every lane and waits for the threads.
   static void abandon_all();
 
  private:
-  struct State;
-  static void work(std::shared_ptr<State> state);
-  std::shared_ptr<State> state_;
+  static void work(std::shared_ptr<LaneState> state);
+  std::shared_ptr<LaneState> state_;
 };
 
 }  // namespace offload

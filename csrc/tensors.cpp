@@ -68,7 +68,7 @@ void Tensors::release(std::vector<void*>& keep) {
 }
 
 void Tensors::refuse(const std::string& found, const std::string& remedy) const {
-  throw UsageError(job_ + ": " + found + ". " + remedy);
+  throw KernelError(job_ + ": " + found + ". " + remedy);
 }
 
 const dlpack::Tensor& Tensors::open(py::handle tensor, const char* name) {

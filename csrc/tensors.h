@@ -8,8 +8,8 @@
 
 namespace offload {
 
-// Becomes offload_engine.errors.KernelError.
-struct UsageError : std::runtime_error {
+// A refused call or a failed job; becomes offload_engine.errors.KernelError.
+struct KernelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

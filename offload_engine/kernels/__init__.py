@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
+from types import ModuleType
 
 from offload_engine.errors import BuildError, ConfigError
 from offload_engine.kernels.api import NORM_BLOCK, AdamSegment, Backend, Event, Lane, WorkerPool
 
+_native: ModuleType | None
+_import_error: ImportError | None = None
 try:
-    from offload_engine.kernels import _native
+    _native = importlib.import_module("offload_engine.kernels._native")
 except ImportError as _error:
-    _native = None  # type: ignore[assignment]
-    _import_error: ImportError | None = _error
+    _native, _import_error = None, _error
 else:
-    _import_error = None
     atexit.register(_native._abandon_all)
 
 __all__ = ["NORM_BLOCK", "AdamSegment", "Backend", "Event", "Lane", "WorkerPool", "available_isas", "load"]
@@ -25,7 +27,7 @@ __all__ = ["NORM_BLOCK", "AdamSegment", "Backend", "Event", "Lane", "WorkerPool"
 
 def available_isas() -> list[str]:
     """Return the instruction sets that both this build and this CPU have, best first; empty without the extension."""
-    return _native.available_isas() if _native is not None else []
+    return list(_native.available_isas()) if _native is not None else []
 
 
 def load(backend: str = "auto", isa: str = "auto") -> Backend:
@@ -40,7 +42,9 @@ def load(backend: str = "auto", isa: str = "auto") -> Backend:
     """
     if backend == "numba":
         if isa != "auto":
-            raise ConfigError(f"isa = {isa!r} with kernels = 'numba', which compiles for this CPU by itself. Set isa = 'auto'.")
+            raise ConfigError(
+                f"isa = {isa!r} with kernels = 'numba', which compiles for this CPU. Set isa = 'auto'."
+            )
         from offload_engine.kernels import numba_backend
 
         return numba_backend.backend()
@@ -55,7 +59,7 @@ def load(backend: str = "auto", isa: str = "auto") -> Backend:
     isas = _native.available_isas()
     chosen = isas[0] if isa == "auto" else isa
     if chosen not in isas:
-        raise ConfigError(f"isa = {isa!r} is not available: this build and CPU have {', '.join(isas)}. Set isa = 'auto'.")
+        raise ConfigError(f"isa = {isa!r}, but this build and CPU have {', '.join(isas)}. Set isa = 'auto'.")
     return Backend(
         name="native",
         isa=chosen,

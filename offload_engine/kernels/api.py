@@ -1,13 +1,13 @@
 """The contract of the update backends: what a lane, an event and a pool do, whichever library does it.
 
-The rooms above annotate with these protocols and make objects through `Backend` alone. Both backends pass the same tests.
+The rooms above annotate with these protocols and make objects through `Backend` alone. One test set holds both to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,15 +35,19 @@ class AdamSegment(NamedTuple):
 
 
 class Event(Protocol):
-    """The end of one job: pending, then done or failed, for good. Times are CLOCK_MONOTONIC, as `time.perf_counter_ns`."""
+    """The end of one job: pending, then done or failed, for good. Times are those of `time.perf_counter_ns`."""
 
     nbytes: int
     """Bytes that the job moves: once for a copy, read plus written for the others."""
 
     @property
-    def start_ns(self) -> int: ...  # 0 until the job starts
+    def start_ns(self) -> int:
+        """0 until the job starts."""
+
     @property
-    def end_ns(self) -> int: ...  # 0 until it is done or failed
+    def end_ns(self) -> int:
+        """0 until the job is done or failed."""
+
     def done(self) -> bool:
         """Return whether the job is done or failed."""
 
@@ -69,7 +73,9 @@ class WorkerPool(Protocol):
     """Threads that split one job of a lane; the lane's own thread is one of `threads`. Several lanes may share it."""
 
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """How many work on one job, the lane's own included."""
+
     def close(self) -> None:
         """Join the threads; jobs go on with the lane's thread alone. Idempotent."""
 
@@ -89,7 +95,8 @@ class Lane(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What messages and the thread are called."""
 
     def copy(
         self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[Event] = ()
@@ -141,7 +148,23 @@ class Lane(Protocol):
         """
 
     def close(self) -> None:
-        """Do what is queued, then end the thread. Idempotent; Ctrl-C fails what has not started and is passed on."""
+        """Do what is queued, then end the thread. Idempotent; Ctrl-C fails what has not started and is passed on.
+
+        A job fails that would still wait, itself or through jobs of other lanes, for a manual event that nobody has
+        ended: so an error before `signal` does not hang the clean-up.
+        """
+
+
+class _MakeLane(Protocol):
+    def __call__(self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None) -> Lane: ...
+
+
+class _MakePool(Protocol):
+    def __call__(self, threads: int) -> WorkerPool: ...
+
+
+class _Events(Protocol):
+    def manual(self) -> Event: ...
 
 
 @dataclass(frozen=True)
@@ -150,10 +173,10 @@ class Backend:
 
     name: str
     isa: str
-    Event: type[Event]
-    Lane: Callable[..., Lane]
-    """Lane(name, *, gbps=0.0, pool=None): gbps > 0 limits its copies to that many 1e9 bytes per second."""
-    WorkerPool: Callable[[int], Any]
+    Event: _Events
+    Lane: _MakeLane
+    """`gbps` > 0 limits the lane's copies to that many 1e9 bytes per second; a pool's threads share its jobs' work."""
+    WorkerPool: _MakePool
     note: str
 
     def describe(self) -> str:

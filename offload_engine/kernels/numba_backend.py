@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
 import math
 import os
@@ -45,6 +46,7 @@ class Event:
         self._changed = threading.Condition()
         self._ended = False
         self._failure: str | None = None
+        self._lane: Lane | None = None  # whose job ends it
 
     @classmethod
     def manual(cls) -> Event:
@@ -74,7 +76,9 @@ class Event:
 
     def _only_manual(self) -> None:
         if not self._manual:
-            raise KernelError("this event belongs to a lane's job, which ends it. Use Event.manual() for one to signal.")
+            raise KernelError(
+                "this event belongs to a lane's job, which ends it. Signal one of Event.manual()."
+            )
 
     def _fail(self, message: str) -> None:
         now = time.monotonic_ns()
@@ -84,6 +88,7 @@ class Event:
         with self._changed:
             if not self._ended:
                 self.start_ns, self.end_ns, self._failure, self._ended = start_ns, end_ns, failure, True
+                self._lane = None
                 self._changed.notify_all()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:
@@ -96,7 +101,7 @@ class Event:
 class _Work:
     """One job's chunks, taken by number from a shared counter."""
 
-    def __init__(self, chunks: int, body: Callable[[int], None]) -> None:
+    def __init__(self, chunks: int, body: Callable[[int], object]) -> None:
         self._chunks, self._body = chunks, body
         self._next = itertools.count()
         self._left = chunks
@@ -130,11 +135,13 @@ class WorkerPool:
             raise KernelError(f"a pool of {threads} threads. It needs at least 1.")
         self.threads = threads
         self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._helpers = [threading.Thread(target=self._help, name="oe-pool", daemon=True) for _ in range(threads - 1)]
+        self._helpers = [
+            threading.Thread(target=self._help, name="oe-pool", daemon=True) for _ in range(threads - 1)
+        ]
         for helper in self._helpers:
             helper.start()
 
-    def run(self, chunks: int, body: Callable[[int], None]) -> None:
+    def run(self, chunks: int, body: Callable[[int], object]) -> None:
         """Call body(chunk) for every chunk on all threads, this one included; return when all are done."""
         work = _Work(chunks, body)
         for _ in range(min(chunks - 1, len(self._helpers))):
@@ -200,6 +207,13 @@ def _scalars(s: AdamSegment, grad_scale: float) -> tuple[Any, ...]:
     return (*(np.float32(value) for value in values), from_grad)
 
 
+def _move(to: int, source: int, nbytes: int, part: int, i: int) -> int:
+    """Copy the i-th part between two addresses; return its bytes."""
+    size = min(part, nbytes - i * part)
+    ctypes.memmove(to + i * part, source + i * part, size)
+    return size
+
+
 def _chunks(numel: int, chunk_numel: int) -> int:
     return -(-numel // chunk_numel)
 
@@ -207,34 +221,45 @@ def _chunks(numel: int, chunk_numel: int) -> int:
 class Lane:
     """See `api.Lane`."""
 
-    def __init__(self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None) -> None:
+    def __init__(self, name: str, *, gbps: float = 0.0, pool: api.WorkerPool | None = None) -> None:
         if not 0 <= gbps < math.inf:
             raise KernelError(f"lane {name!r}: gbps is {gbps}. It must be 0 (no limit) or positive.")
         self.name = name
+        if pool is not None and not isinstance(pool, WorkerPool):
+            raise KernelError(f"lane {name!r}: pool is a {type(pool).__name__}. Pass a pool of this backend.")
         self._gbps, self._pool, self._pid = gbps, pool, os.getpid()
         self._paid_until_ns = 0
         self._abandoned = self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[str, list[Event], Callable[[], None], Event] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"oe-{name}", daemon=True)
-        self._thread.start()
+        self._waits_for: Event | None = None  # what the current job waits for
+        self._jobs: queue.SimpleQueue[tuple[str, list[Event], Callable[[], None], Event] | None] = (
+            queue.SimpleQueue()
+        )
+        self._ended = threading.Event()  # not Thread.join: Ctrl-C in it makes later joins return too early
+        threading.Thread(target=self._work, name=f"oe-{name}", daemon=True).start()
         _lanes.add(self)
 
     # What users call: checks, then a queued closure. The closure's references keep the tensors alive.
 
-    def copy(self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[Event] = ()) -> Event:
+    def copy(
+        self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[api.Event] = ()
+    ) -> Event:
         """Queue raw copies, pair by pair."""
         if len(dsts) != len(srcs):
             raise KernelError(f"copy: {len(dsts)} destinations, {len(srcs)} sources. Pass pairs.")
         for dst, src in zip(dsts, srcs, strict=True):
             self._check("copy", dst=dst, src=src)
             if dst.dtype != src.dtype:
-                raise KernelError(f"copy: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert.")
+                raise KernelError(
+                    f"copy: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert."
+                )
             if dst.numel() != src.numel():
-                raise KernelError(f"copy: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes.")
+                raise KernelError(
+                    f"copy: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes."
+                )
         pairs = list(zip(dsts, srcs, strict=True))
         return self._submit("copy", sum(t.nbytes for t in dsts), lambda: self._copy(pairs), after)
 
-    def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+    def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[api.Event] = ()) -> Event:
         """Queue a conversion between float32, bfloat16 and float16."""
         self._check("convert", dst=dst, src=src, floats=("dst", "src"), same_numel=True)
         to, source = _floats(dst), _floats(src)
@@ -244,9 +269,11 @@ class Lane:
 
         return self._submit("convert", dst.nbytes + src.nbytes, lambda: self._run(dst.numel(), body), after)
 
-    def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
+    def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[api.Event] = ()) -> Event:
         """Queue acc_fp32 += float(src)."""
-        self._check("accumulate", acc_fp32=acc_fp32, src=src, fp32=("acc_fp32",), floats=("src",), same_numel=True)
+        self._check(
+            "accumulate", acc_fp32=acc_fp32, src=src, fp32=("acc_fp32",), floats=("src",), same_numel=True
+        )
         to, source = _floats(acc_fp32), _floats(src)
 
         def body(part: slice) -> None:
@@ -256,7 +283,11 @@ class Lane:
         return self._submit("accumulate", nbytes, lambda: self._run(src.numel(), body), after)
 
     def square_sums(
-        self, src: torch.Tensor, spans: Sequence[tuple[int, int]], out_f64: torch.Tensor, after: Iterable[Event] = ()
+        self,
+        src: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        out_f64: torch.Tensor,
+        after: Iterable[api.Event] = (),
     ) -> Event:
         """Queue float64 partial sums of squares, one per NORM_BLOCK elements of each span."""
         self._check("square_sums", src=src, out_f64=out_f64, floats=("src",))
@@ -268,7 +299,9 @@ class Lane:
         if out_f64.dtype != torch.float64:
             raise KernelError(f"square_sums: out_f64 is {out_f64.dtype}. It must be float64.")
         if out_f64.numel() < len(blocks):
-            raise KernelError(f"square_sums: out_f64 has {out_f64.numel()} elements. The spans need {len(blocks)}.")
+            raise KernelError(
+                f"square_sums: out_f64 has {out_f64.numel()} elements. The spans need {len(blocks)}."
+            )
         source, out = _floats(src), out_f64.detach().view(-1).numpy()
 
         def body(i: int) -> None:
@@ -286,7 +319,7 @@ class Lane:
         working: torch.Tensor | None,
         segments: Sequence[AdamSegment],
         grad_scale: float = 1.0,
-        after: Iterable[Event] = (),
+        after: Iterable[api.Event] = (),
     ) -> Event:
         """Queue one fused Adam or AdamW pass over the segments."""
         tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
@@ -320,10 +353,10 @@ class Lane:
             return
         self._stop()
         try:
-            self._thread.join()
+            self._ended.wait()
         except KeyboardInterrupt:
             self._abandoned = True
-            self._thread.join()
+            self._ended.wait()
             raise
 
     # Checks.
@@ -339,15 +372,25 @@ class Lane:
     ) -> None:
         first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.layout != torch.strided
+                or tensor.device.type != "cpu"
+            ):
                 found = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise KernelError(f"{job}: {name} ({found}) cannot be read. Pass a dense torch.Tensor in CPU memory.")
+                raise KernelError(
+                    f"{job}: {name} ({found}) cannot be read. Pass a dense torch.Tensor in CPU memory."
+                )
             if not tensor.is_contiguous():
-                raise KernelError(f"{job}: {name} is not contiguous. Pass a dense tensor; a copy would not be updated.")
+                raise KernelError(
+                    f"{job}: {name} is not contiguous. Pass a dense tensor; a copy would not be updated."
+                )
             allowed = (torch.float32,) if name in fp32 else _FLOATS if name in floats else (tensor.dtype,)
             if tensor.dtype not in allowed:
                 words = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-                raise KernelError(f"{job}: {name} is {str(tensor.dtype).removeprefix('torch.')}. It must be {words}.")
+                raise KernelError(
+                    f"{job}: {name} is {str(tensor.dtype).removeprefix('torch.')}. It must be {words}."
+                )
             if same_numel and tensor.numel() != first.numel():
                 raise KernelError(
                     f"{job}: {name} has {tensor.numel()} elements. It must have {first.numel()}, as the first tensor."
@@ -371,13 +414,15 @@ class Lane:
             if not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
                 raise KernelError(f"adam: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
             if s.numel and s.offset_numel < end:
-                raise KernelError(f"adam: two segments overlap at element {s.offset_numel}. Each element is updated once.")
+                raise KernelError(
+                    f"adam: two segments overlap at element {s.offset_numel}. Each element is updated once."
+                )
             end = max(end, s.offset_numel + s.numel)
         return ordered
 
     # The queue and its thread.
 
-    def _submit(self, what: str, nbytes: int, run: Callable[[], None], after: Iterable[Event]) -> Event:
+    def _submit(self, what: str, nbytes: int, run: Callable[[], None], after: Iterable[api.Event]) -> Event:
         if self._pid != os.getpid():
             raise KernelError(
                 f"lane {self.name!r} was made before a fork and its thread is not in this process. "
@@ -385,9 +430,14 @@ class Lane:
             )
         if self._closed:
             raise KernelError(f"{what}: lane {self.name!r} is closed. Submit before close().")
+        before: list[Event] = []
+        for one in after:
+            if not isinstance(one, Event):
+                raise KernelError(f"{what}: after has a {type(one).__name__}. Pass events of this backend.")
+            before.append(one)
         event = Event()
-        event.nbytes = nbytes
-        self._jobs.put((what, list(after), run, event))
+        event.nbytes, event._lane = nbytes, self
+        self._jobs.put((what, before, run, event))
         return event
 
     def _stop(self) -> None:
@@ -411,19 +461,30 @@ class Lane:
             else:
                 event._fail(failure)
             del event
+        self._ended.set()
 
     def _wait_for(self, after: list[Event]) -> None:
         for event in after:
-            while not self._abandoned and not event._wait_ended(_SLICE_S):
+            self._waits_for = event
+            while (
+                not event._wait_ended(_SLICE_S)
+                and not self._abandoned
+                and not (self._closed and _stuck(event))
+            ):
                 pass
+            self._waits_for = None
             if event._failure is not None:
                 raise KernelError(f"what it had to wait for failed: {event._failure}")
+            if not event.done() and not self._abandoned:
+                raise KernelError(
+                    "the lane was closed, and nobody had ended the event that it had to wait for"
+                )
         if self._abandoned:
             raise KernelError("the lane was shut down before the job started")
 
     # The work.
 
-    def _run_chunks(self, chunks: int, body: Callable[[int], None]) -> None:
+    def _run_chunks(self, chunks: int, body: Callable[[int], object]) -> None:
         if self._pool is not None:
             self._pool.run(chunks, body)
         else:
@@ -438,27 +499,34 @@ class Lane:
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for dst, src in pairs:
-            to, source, total = dst.data_ptr(), src.data_ptr(), dst.nbytes
             part = min(max(int(self._gbps * 500_000), 4096), 4 << 20) if self._gbps else 1 << 20
+            starts = range(0, dst.nbytes, part)
+            move = functools.partial(_move, dst.data_ptr(), src.data_ptr(), dst.nbytes, part)
             if self._gbps:
-                for i in range(0, total, part):
-                    ctypes.memmove(to + i, source + i, min(part, total - i))
-                    self._pay(min(part, total - i))
+                for i in range(len(starts)):
+                    self._pay(move(i))
             else:
-                self._run_chunks(
-                    _chunks(total, part),
-                    lambda k, to=to, source=source, total=total: ctypes.memmove(  # type: ignore[misc]
-                        to + k * part, source + k * part, min(part, total - k * part)
-                    ),
-                )
+                self._run_chunks(len(starts), move)
 
     def _pay(self, nbytes: int) -> None:
         """Sleep until the bytes fit the rate (a token bucket with a little credit for late wake-ups)."""
-        self._paid_until_ns = max(self._paid_until_ns, time.monotonic_ns() - _CREDIT_NS) + int(nbytes / self._gbps)
+        self._paid_until_ns = max(self._paid_until_ns, time.monotonic_ns() - _CREDIT_NS) + int(
+            nbytes / self._gbps
+        )
         while (left_ns := self._paid_until_ns - time.monotonic_ns()) > 0:
             if self._abandoned:
                 raise KernelError("the lane was shut down during the copy")
             time.sleep(min(left_ns / 1e9, _SLICE_S))
+
+
+def _stuck(event: Event | None) -> bool:
+    """Return whether the event can only end by a manual event that nobody has ended."""
+    while event is not None and not event.done():
+        if event._manual:
+            return True
+        lane = event._lane
+        event = None if lane is None else lane._waits_for
+    return False
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -472,7 +540,7 @@ def _abandon_all() -> None:
         lane._abandoned = True
         lane._stop()
     for lane in lanes:
-        lane._thread.join()
+        lane._ended.wait()
 
 
 def backend() -> api.Backend:

@@ -11,13 +11,36 @@ import math
 import numba
 import numpy as np
 
-__all__ = ["accumulate", "adam", "bf16_to_float", "f16_to_float", "float_to_bf16", "float_to_f16", "square_sum"]
+__all__ = [
+    "accumulate",
+    "adam",
+    "bf16_to_float",
+    "f16_to_float",
+    "float_to_bf16",
+    "float_to_f16",
+    "square_sum",
+]
 
 _compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=False)
 
 
 @_compiled
-def adam(p, m, v, g, grad_scale, decay, l2, lerp, beta2, one_minus_beta2, correction2_sqrt, eps, step_size, from_grad):
+def adam(
+    p,
+    m,
+    v,
+    g,
+    grad_scale,
+    decay,
+    l2,
+    lerp,
+    beta2,
+    one_minus_beta2,
+    correction2_sqrt,
+    eps,
+    step_size,
+    from_grad,
+):
     """Update p, m, v in place; every array and scalar is float32. See Note [One formula] in kernels-inl.h."""
     has_l2 = l2 != np.float32(0)
     for i in range(p.size):
@@ -44,7 +67,7 @@ def accumulate(acc, src):
 
 @_compiled
 def square_sum(x):
-    """Return the float64 sum of squares of one block: element i goes to sum i % 8, the sums are added as a fixed tree."""
+    """Return the float64 sum of squares of one block: element i goes to sum i % 8; the sums are added as a tree."""
     s = np.zeros(8, np.float64)
     whole = x.size // 8 * 8
     for i in range(0, whole, 8):
@@ -69,7 +92,9 @@ def float_to_bf16(src, dst):
     """Round float32 bits (uint32) to nearest even; every NaN becomes 0x7FC0."""
     for i in range(src.size):
         bits = src[i]
-        rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(
+            16
+        )
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         dst[i] = np.uint16(0x7FC0) if nan else np.uint16(rounded)
 
@@ -95,7 +120,7 @@ def f16_to_float(src, dst):
 
 @_compiled
 def float_to_f16(src, dst):
-    """Round float32 (with `src` a float32 array) to half bits (uint16), to nearest even, as the F16C instruction does."""
+    """Round float32 to half bits (uint16), to nearest even, as the F16C instruction does."""
     bits_of = src.view(np.uint32)
     word = np.zeros(1, np.float32)
     word_bits = word.view(np.uint32)

@@ -85,9 +85,7 @@ class State:
     def step(self, lane: kernels.Lane, segments: list[AdamSegment], grad_scale: float = 1.0) -> State:
         """Update a copy and return it."""
         new = self.clone()
-        lane.adam(
-            new.master, new.exp_avg, new.exp_avg_sq, new.grad, new.working, segments, grad_scale
-        ).wait()
+        lane.adam(new.master, new.exp_avg, new.exp_avg_sq, new.grad, new.working, segments, grad_scale).wait()
         return new
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -219,7 +217,9 @@ def test_segments_keep_to_themselves(kind, lanes):
         touched[part] = True
         alone = State(*(t[part] for t in before.states()), before.grad[part], before.working[part])
         right = alone.step(lanes("scalar"), [segment._replace(offset_numel=0)])
-        assert_same(State(*(t[part] for t in after.states()), after.grad[part], after.working[part]), right, segment)
+        assert_same(
+            State(*(t[part] for t in after.states()), after.grad[part], after.working[part]), right, segment
+        )
     for new, old in zip((*after.states(), after.working), (*before.states(), before.working), strict=True):
         assert torch.equal(new[~touched], old[~touched])
     assert_same(before.step(lanes(kind), []), before, "no segments")
@@ -314,5 +314,7 @@ def test_square_sums_have_fixed_bits(kind, dtype, lanes):
     lanes("scalar").square_sums(source, spans, scalar).wait()
     assert same_bits(out, scalar)
     parts = [source[a : a + n].double() for a, n in spans]
-    right = [block.square().sum() for part in parts for block in part.split(kernels.NORM_BLOCK) if part.numel()]
+    right = [
+        block.square().sum() for part in parts for block in part.split(kernels.NORM_BLOCK) if part.numel()
+    ]
     assert torch.allclose(out[:-1], torch.stack(right), rtol=1e-13, atol=0) and out[-1] == 0
