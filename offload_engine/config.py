@@ -141,7 +141,8 @@ class EngineConfig:
     host_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master."""
+    """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master.
+    Normalisations with fp32 running statistics (BatchNorm) compute in fp32 beside them."""
     cast_inputs: bool = True
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
     bucket_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})

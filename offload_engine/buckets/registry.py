@@ -20,6 +20,8 @@ __all__ = ["ParameterEntry", "Registry", "Unit", "discover"]
 _COMPOSITE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules whose forward reads their children's parameters without calling the children: one unit as a whole."""
 
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: their parameters belong to the module around them."""
 
@@ -163,11 +165,30 @@ def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> 
         raise UnsupportedError(
             f"parameter '{name}' is on the meta device and has no values. Load or initialise the model first."
         )
-    if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if param.requires_grad and param.dtype not in _TRAINED:
         raise UnsupportedError(
             f"trainable parameter '{name}' is {param.dtype}; supported are float32, bfloat16 and float16, "
             f"trained as {precision}. Convert the model first, for example model.float()."
         )
+
+
+def _beside_wide_statistics(model: nn.Module) -> set[int]:
+    """Return the ids of parameters of normalisations with fp32 running statistics: torch wants one dtype for both."""
+    return {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        and module.running_mean is not None
+        and module.running_mean.dtype is torch.float32
+        for param in module.parameters(recurse=False)
+    }
+
+
+def _working_dtype(param: nn.Parameter, precision: torch.dtype, wide: bool) -> torch.dtype:
+    """Return the compute dtype of a parameter: `precision`, except integers, float64, float8 (frozen ones), and `wide`."""
+    if param.dtype not in _TRAINED:
+        return param.dtype
+    return torch.float32 if wide else precision
 
 
 def _check_storages(entries: list[ParameterEntry]) -> None:
@@ -243,13 +264,14 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
 
     Args:
         groups: `optimizer.param_groups`, whose dictionaries are kept, not copied.
-        precision: dtype of the working copies of floating parameters.
+        precision: dtype of the working copies; see `_working_dtype` for what keeps its own.
 
     Raises:
         UnsupportedError: a parameter or module that would be computed wrongly; the message has its name and remedy.
         StateError: the optimizer holds a trainable parameter that the model does not.
     """
     _check_sparse_modules(model)
+    wide = _beside_wide_statistics(model)
     group_of = {id(param): group for group in groups for param in group["params"]}
     entries: list[ParameterEntry] = []
     for param, names in _first_names(model):
@@ -257,7 +279,6 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
         _check_supported(param, name, precision)
         stride, span = _layout(param, name)
         trains = param.requires_grad
-        is_float = param.dtype.is_floating_point
         entries.append(
             ParameterEntry(
                 index=len(entries),
@@ -267,7 +288,7 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
                 shape=param.shape,
                 stride=stride,
                 span_numel=span,
-                working_dtype=precision if is_float else param.dtype,
+                working_dtype=_working_dtype(param, precision, id(param) in wide),
                 original_dtype=param.dtype,
                 trainable=trains,
                 group=group_of.get(id(param)) if trains else None,

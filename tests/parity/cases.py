@@ -228,7 +228,7 @@ class Convolutions(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        x = torch.relu(self.norm(self.a(x * self.table)))
+        x = torch.relu(self.norm(self.a(x * self.table.to(x.dtype))))
         return self.c(self.b(x.contiguous(memory_format=torch.channels_last)))
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,13 +82,19 @@ class Net:
             self.optimizer = self.engine.optimizer
         elif self.bf16:
             self.masters = {
-                n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self.working.items()
+                n: nn.Parameter(
+                    p.detach().clone() if p.requires_grad else p.detach().bfloat16(), p.requires_grad
+                )
+                for n, p in self.working.items()  # a frozen parameter has its working copy alone
             }
             new = {id(p): self.masters[n] for n, p in self.working.items()}
             for group in adopted.param_groups:
                 group["params"] = [new[id(p)] for p in group["params"]]
+            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+            wide = {id(p) for norm in norms for p in norm.parameters()}  # as their running statistics are
             for param in self.working.values():
-                param.data = param.data.bfloat16()
+                if id(param) not in wide:
+                    param.data = param.data.bfloat16()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is not None:
@@ -231,6 +240,8 @@ class Recipe:
     before_step: Callable[[Net, int], Any] | None = None
     after_step: Callable[[Net, int], Any] | None = None
     record_gradients: bool = True
+    tamper: Callable[[oe.OffloadEngine], Any] | None = None
+    """Called with the engine before the first step, to slow its lanes down."""
     zero: Callable[[Net, int], Any] = lambda net, step: net.optimizer.zero_grad(set_to_none=step % 3 != 1)
 
 
@@ -279,6 +290,8 @@ def run(
         model, recipe.optimizer, None if plain else oe.EngineConfig(**{**SMALL, **config}), precision, kernel
     )
     try:
+        if net.engine is not None and recipe.tamper is not None:
+            recipe.tamper(net.engine)
         record.start = net.parameters()
         torch.manual_seed(seed + 1)  # for dropout: the same in both loops
         for step in range(recipe.steps):
@@ -326,12 +339,50 @@ def smallest_budget(case: Case, recipe: Recipe | None = None, precision: str = "
     return high
 
 
+# Delays.
+
+
+class LateLane:
+    """A lane whose every job starts some milliseconds late, by seeded chance, so that whoever forgets to wait is wrong."""
+
+    def __init__(self, lane: Any, most_s: float, seed: int = 0) -> None:
+        self._lane, self._most_s, self._random = lane, most_s, random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        job = getattr(self._lane, name)
+        if name not in ("copy", "convert", "accumulate", "square_sums", "adam"):
+            return job
+
+        def late(*args: Any, after: Any = (), **kwargs: Any) -> Any:
+            takes = {"copy": 2, "convert": 2, "accumulate": 2, "square_sums": 3, "adam": 7}[name]
+            if len(args) > takes:
+                *args, after = args
+            start = kernels.load().Event.manual()
+            now = time.monotonic_ns
+            threading.Timer(self._random.random() * self._most_s, lambda: start.signal(now(), now())).start()
+            return job(*args, after=[*after, start], **kwargs)
+
+        return late
+
+
+def delay(engine: oe.OffloadEngine, lanes: str, most_s: float = 0.004) -> None:
+    """Make lanes late: "h2d", "d2h", "update", or several of them in one text."""
+    device: Any = engine.device
+    if "h2d" in lanes:
+        device._h2d = LateLane(device._h2d, most_s)
+    if "d2h" in lanes:
+        device._d2h = LateLane(device._d2h, most_s, 1)
+    if "update" in lanes:
+        engine._updates._lane = engine._gradients._lane = LateLane(engine._cpu_lane, most_s, 2)
+
+
 # Comparisons.
 
 
 def _same(name: str, a: Any, b: Any) -> None:
     if isinstance(a, torch.Tensor):
-        assert isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a} / {b}"
+        assert isinstance(b, torch.Tensor) and a.shape == b.shape, name
+        assert a.dtype == b.dtype, f"{name}: {a.dtype} / {b.dtype}"
         if not torch.equal(a, b) and not (
             a.is_floating_point()
             and torch.equal(a.isnan(), b.isnan())
