@@ -7,7 +7,9 @@ the user did to `param.grad` in between (None, scaled in place, another tensor) 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -24,6 +26,17 @@ from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_UPDATE, D2H
 __all__ = ["GradientStore", "runs_of"]
 
 _Item = tuple[ParameterEntry, torch.Tensor]
+_no_dispatch = torch._C._DisableTorchDispatch
+
+
+def _references_when_alone() -> int:
+    """Return what `sys.getrefcount` says of an object that one attribute and one local variable hold."""
+    holder = SimpleNamespace(held=object())
+    held = holder.held
+    return sys.getrefcount(held)
+
+
+_ALONE = _references_when_alone()
 
 
 def runs_of(entries: Iterable[ParameterEntry]) -> list[tuple[int, int]]:
@@ -193,10 +206,26 @@ class GradientStore:
         pending = self._buckets[entry.bucket_index].pending_update
         if pending is not None:
             pending.wait()
+        self._leave_to_user(entry)
         with torch.no_grad():
             entry.grad_view.copy_(grad)
         entry.in_accumulator = False
         entry.norm_valid = False
+
+    def _leave_to_user(self, entry: ParameterEntry) -> None:
+        """Give who still holds the last gradient a copy of his own, before the slab takes the next one.
+
+        As in torch, where `zero_grad()` and a backward make a new tensor. Seen by the references to the tensor object;
+        views of it (`p.grad.detach()`, `p.grad.view(-1)`) follow the slab.
+        """
+        held = entry.grad_view
+        assert held is not None
+        if sys.getrefcount(held) > _ALONE:
+            bucket = self._buckets[entry.bucket_index]
+            assert bucket.grad is not None
+            with _no_dispatch():  # host memory: nothing for the device's ledger
+                entry.grad_view = bucket.host_view(entry, bucket.grad)
+                held.data = held.data.clone()
 
     def _after(self, bucket: Bucket, *more: Event | None) -> list[Event]:
         return [event for event in (bucket.pending_update, *more) if event is not None]
@@ -227,6 +256,7 @@ class GradientStore:
         pairs = [(bucket.span(entry, bucket.grad), grad) for entry, grad in items]
         for entry, _ in items:
             entry.in_accumulator = False
+            self._leave_to_user(entry)
         self._start_d2h(bucket, pairs, self._after(bucket))
 
     def _land_added(self, bucket: Bucket, items: list[_Item]) -> None:

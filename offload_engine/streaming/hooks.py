@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,25 @@ _no_modes = torch._C.DisableTorchFunction
 
 _Frame = tuple[Unit, ...]
 """A unit in progress and the units around it, innermost first."""
+
+
+class _Hook:
+    """A module hook that stays with its module: copied or pickled, it is one that does nothing."""
+
+    __slots__ = ("act",)
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self.act(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> Any:
+        # Takes anything, returns None, and can be unpickled where this package is not installed.
+        return getattr, (nullcontext(), "__exit__")
 
 
 class _Task:
@@ -87,24 +107,18 @@ class Streamer:
     def _hook_modules(self, model: nn.Module) -> None:
         units = {id(unit.module): unit for unit in self._registry.units}
         root = units.pop(id(model), None) or Unit("model", model, [], [])
-        add = self._handles.append
-        add(model.register_forward_pre_hook(lambda module, args: self._enter_root(root), prepend=True))
-        add(
-            model.register_forward_hook(
-                lambda module, args, out: self._exit_root(root, out), always_call=True
-            )
-        )
+        self._hook(model, lambda: self._enter_root(root), lambda output: self._exit_root(root, output))
         for unit in (root, *units.values()):
             indices = dict.fromkeys(entry.bucket_index for entry in unit.entries)
             self._unit_buckets[id(unit)] = [self._buckets[index] for index in indices]
         for unit in units.values():
-            module = unit.module
-            add(module.register_forward_pre_hook(lambda _, __, unit=unit: self._enter(unit), prepend=True))
-            add(
-                module.register_forward_hook(
-                    lambda _, __, out, unit=unit: self._exit(unit, out), always_call=True
-                )
-            )
+            self._hook(unit.module, partial(self._enter, unit), partial(self._exit, unit))
+
+    def _hook(self, module: nn.Module, enter: Callable[[], None], leave: Callable[[Any], Any]) -> None:
+        self._handles.append(module.register_forward_pre_hook(_Hook(lambda *_: enter()), prepend=True))
+        self._handles.append(
+            module.register_forward_hook(_Hook(lambda _, __, output: leave(output)), always_call=True)
+        )
 
     def _hook_parameters(self) -> None:
         for entry in self._registry.entries:

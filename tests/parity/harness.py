@@ -343,10 +343,10 @@ def smallest_budget(case: Case, recipe: Recipe | None = None, precision: str = "
 
 
 class LateLane:
-    """A lane whose every job starts some milliseconds late, by seeded chance, so that whoever forgets to wait is wrong."""
+    """A lane whose every job starts late by seeded chance, so that whoever forgets to wait is wrong."""
 
-    def __init__(self, lane: Any, most_s: float, seed: int = 0) -> None:
-        self._lane, self._most_s, self._random = lane, most_s, random.Random(seed)
+    def __init__(self, lane: Any, between_s: tuple[float, float], seed: int = 0) -> None:
+        self._lane, self._between_s, self._random = lane, between_s, random.Random(seed)
 
     def __getattr__(self, name: str) -> Any:
         job = getattr(self._lane, name)
@@ -359,21 +359,22 @@ class LateLane:
                 *args, after = args
             start = kernels.load().Event.manual()
             now = time.monotonic_ns
-            threading.Timer(self._random.random() * self._most_s, lambda: start.signal(now(), now())).start()
+            threading.Timer(self._random.uniform(*self._between_s), lambda: start.signal(now(), now())).start()
             return job(*args, after=[*after, start], **kwargs)
 
         return late
 
 
-def delay(engine: oe.OffloadEngine, lanes: str, most_s: float = 0.004) -> None:
-    """Make lanes late: "h2d", "d2h", "update", or several of them in one text."""
+def delay(engine: oe.OffloadEngine, lanes: str, *between_s: float) -> None:
+    """Make lanes late by (least, most) seconds: "h2d", "d2h", "update", or several of them in one text."""
     device: Any = engine.device
+    least, most = between_s or (0.0, 0.004)
     if "h2d" in lanes:
-        device._h2d = LateLane(device._h2d, most_s)
+        device._h2d = LateLane(device._h2d, (least, most))
     if "d2h" in lanes:
-        device._d2h = LateLane(device._d2h, most_s, 1)
+        device._d2h = LateLane(device._d2h, (least, most), 1)
     if "update" in lanes:
-        engine._updates._lane = engine._gradients._lane = LateLane(engine._cpu_lane, most_s, 2)
+        engine._updates._lane = engine._gradients._lane = LateLane(engine._cpu_lane, (least, most), 2)
 
 
 # Comparisons.
