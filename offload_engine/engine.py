@@ -322,12 +322,14 @@ class OffloadEngine:
             )
         values = {name: master_of(by_name[name], self._buckets) for name in wanted}
         before = {name: value._version for name, value in values.items()}
+        self._touched.states.clear()
         try:
             yield values
         finally:
-            written = {by_name[name].index for name in wanted if values[name]._version != before[name]}
-            for index in written:
-                self._refresh(self._registry.entries[index])
+            touched = self._touched.states | self._touched.values
+            for entry in dict.fromkeys(by_name[name] for name in wanted):
+                if entry.bucket_index in touched or values[entry.name]._version != before[entry.name]:
+                    self._refresh(entry)
 
     def _refresh(self, entry: ParameterEntry) -> None:
         """Make every copy derived from the master follow it."""

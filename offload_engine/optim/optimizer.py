@@ -20,24 +20,64 @@ __all__ = ["OffloadOptimizer"]
 _State = dict[str, torch.Tensor]
 
 
+class _ParameterState(dict[str, torch.Tensor]):
+    """The state of one parameter: views of the slabs. Assigning an item writes into its view."""
+
+    def __setitem__(self, key: str, value: torch.Tensor | float) -> None:
+        own = self.get(key)
+        if own is None:
+            raise StateError(
+                f"a parameter's state has no place for '{key}': it has {', '.join(self) or 'nothing before its first step'}. "
+                f"Only step, exp_avg and exp_avg_sq are kept; use optimizer.load_state_dict to set them before a step."
+            )
+        with torch.no_grad():
+            if isinstance(value, torch.Tensor):
+                own.copy_(value)
+            else:
+                own.fill_(value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def _keep(self, *_: Any) -> Any:
+        raise StateError(
+            "parts of a parameter's state cannot be taken away; del optimizer.state[p] starts it anew."
+        )
+
+    __delitem__ = pop = popitem = clear = setdefault = _keep
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return {key: value.clone() for key, value in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (list(self.items()),)
+
+
 class _StateView(MutableMapping[torch.Tensor, _State]):
     """`optimizer.state`: parameter -> {"step", "exp_avg", "exp_avg_sq"}, views of the host slabs, read when asked.
 
-    As in torch, a parameter appears with its first step. Reading waits for the update that is writing it.
+    As in torch, a parameter appears with its first step, and has an empty state before. Reading waits for the update
+    that is writing it.
     """
 
     def __init__(self, registry: Registry, read: Callable[[ParameterEntry], _State]) -> None:
         self._registry = registry
         self._read = read
 
-    def _entry(self, param: torch.Tensor) -> ParameterEntry:
+    def _entry(self, param: object) -> ParameterEntry | None:
         entry = self._registry.by_param.get(id(param))
-        if entry is None or entry.group is None or not entry.step:
-            raise KeyError(param)
-        return entry
+        return entry if entry is not None and entry.group is not None and bool(entry.step) else None
 
     def __getitem__(self, param: torch.Tensor) -> _State:
-        return self._read(self._entry(param))
+        entry = self._entry(param)
+        return _ParameterState() if entry is None else _ParameterState(self._read(entry))
+
+    def __contains__(self, param: object) -> bool:
+        return self._entry(param) is not None
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        return self[param] if param in self else default
 
     def __setitem__(self, param: torch.Tensor, value: _State) -> None:
         raise StateError(
@@ -47,6 +87,8 @@ class _StateView(MutableMapping[torch.Tensor, _State]):
 
     def __delitem__(self, param: torch.Tensor) -> None:
         entry = self._entry(param)
+        if entry is None:
+            raise KeyError(param)
         for value in self._read(entry).values():
             value.zero_()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,17 @@ __all__ = [
 ]
 
 LR = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    """Compute with one thread: the models are tiny, and both runs of a pair must split their sums alike."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 SMALL = {"device": "emulated", "bucket_bytes": 2048, "kernels": "native", "timeline": False}
 """What engines in these tests have in common: the emulated device, and buckets of hardly more than one module."""
 
@@ -359,7 +371,9 @@ class LateLane:
                 *args, after = args
             start = kernels.load().Event.manual()
             now = time.monotonic_ns
-            threading.Timer(self._random.uniform(*self._between_s), lambda: start.signal(now(), now())).start()
+            threading.Timer(
+                self._random.uniform(*self._between_s), lambda: start.signal(now(), now())
+            ).start()
             return job(*args, after=[*after, start], **kwargs)
 
         return late

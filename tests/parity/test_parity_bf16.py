@@ -11,7 +11,6 @@ from torch import nn
 from tests.parity.cases import CASES
 from tests.parity.harness import (
     Case,
-    Recipe,
     Record,
     adamw,
     assert_same_bits,

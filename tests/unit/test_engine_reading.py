@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import offload_engine as oe
-from tests.parity.harness import Net, adamw, data, delay, open_engine
+from tests.parity.harness import Net, adamw, data, delay, one_compute_thread, open_engine
+
+__all__ = ["one_compute_thread"]
 
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
@@ -52,7 +54,9 @@ def pending(precision: str = "fp32", late_s: float = 0.08, **config: Any) -> Ite
         engine.backward(loss_of(engine, 1))
         delay(engine, "update", late_s, late_s)
         engine.step()
-        assert all(not bucket.pending_update.done() for bucket in engine._buckets), "the update is not pending"
+        assert all(not bucket.pending_update.done() for bucket in engine._buckets), (
+            "the update is not pending"
+        )
         yield engine
 
 
@@ -73,7 +77,9 @@ READS: dict[str, Callable[[oe.OffloadEngine, nn.Parameter], Any]] = {
     "cpu": lambda e, p: p.cpu() + 0,
     "double": lambda e, p: p.double(),
     "dlpack": lambda e, p: torch.from_dlpack(p.detach()),
-    "storage": lambda e, p: torch.empty(0, dtype=p.dtype).set_(p.untyped_storage(), p.storage_offset(), (17, 15)),
+    "storage": lambda e, p: torch.empty(0, dtype=p.dtype).set_(
+        p.untyped_storage(), p.storage_offset(), (17, 15)
+    ),
     "deepcopy": lambda e, p: copy.deepcopy(p),
     "pickle": lambda e, p: pickle.loads(pickle.dumps(p)),
     "copy": lambda e, p: copy.copy(p).clone(),
@@ -89,7 +95,9 @@ READS: dict[str, Callable[[oe.OffloadEngine, nn.Parameter], Any]] = {
     "format": lambda e, p: _parsed(f"{p}"),
     "full_parameters": lambda e, p: _full(e)["0.weight"],
     "functional call": lambda e, p: torch.func.functional_call(
-        nn.Linear(15, 17), {"weight": p, "bias": torch.zeros(17, dtype=p.dtype)}, (torch.eye(15, dtype=p.dtype),)
+        nn.Linear(15, 17),
+        {"weight": p, "bias": torch.zeros(17, dtype=p.dtype)},
+        (torch.eye(15, dtype=p.dtype),),
     ).t(),
     "masked": lambda e, p: torch.where(torch.ones_like(p) > 0, p, 0),
     "synchronize": lambda e, p: (e.synchronize(), p)[1],
@@ -139,7 +147,9 @@ def test_norm_of_all_parameters() -> None:
         assert [n.item() for n in torch._foreach_norm(list(engine.module.parameters()))] == norms
 
 
-@pytest.mark.parametrize("take", [lambda p: p.data, lambda p: p.detach(), lambda p: p.view(-1), lambda p: p.t(), lambda p: p[3:]])
+@pytest.mark.parametrize(
+    "take", [lambda p: p.data, lambda p: p.detach(), lambda p: p.view(-1), lambda p: p.t(), lambda p: p[3:]]
+)
 def test_alias_taken_before_the_step(take: Callable[[nn.Parameter], torch.Tensor]) -> None:
     expected = take(plain_values(2).model[0].weight)
     with open_engine(build()) as engine:
@@ -231,7 +241,13 @@ def test_gradients_that_a_user_keeps_do_not_change(precision: str) -> None:
     """In torch, `zero_grad()` followed by a backward makes new tensors: old ones that somebody holds stay."""
     kept: dict[bool, list[torch.Tensor]] = {}
     for wrapped in (False, True):
-        net = Net(build(), adamw, oe.EngineConfig(device="emulated", precision=precision) if wrapped else None, "fp32", True)
+        net = Net(
+            build(),
+            adamw,
+            oe.EngineConfig(device="emulated", precision=precision) if wrapped else None,
+            "fp32",
+            True,
+        )
         if not wrapped and precision == "bf16":
             net.model.bfloat16()
         kept[wrapped] = []
@@ -278,7 +294,13 @@ def test_reading_inside_forward() -> None:
     for wrapped in (False, True):
         torch.manual_seed(0)
         model = Looks(build())
-        net = Net(model, adamw, oe.EngineConfig(device="emulated", bucket_bytes=1) if wrapped else None, "fp32", True)
+        net = Net(
+            model,
+            adamw,
+            oe.EngineConfig(device="emulated", bucket_bytes=1) if wrapped else None,
+            "fp32",
+            True,
+        )
         for step in range(3):
             net.optimizer.zero_grad()
             net.backward(loss_of(net, step))
@@ -294,7 +316,11 @@ def test_reading_inside_forward() -> None:
 def test_a_copied_or_pickled_model_is_a_plain_one() -> None:
     """An averaged model, or one sent elsewhere, has nothing of the engine: it works beside it and after its end."""
     with pending() as engine:
-        copies = [copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module)), _saved_whole(engine.module)]
+        copies = [
+            copy.deepcopy(engine.module),
+            pickle.loads(pickle.dumps(engine.module)),
+            _saved_whole(engine.module),
+        ]
         fetches = engine._residency.fetches
         expected = plain_values(2).model(data(0, 0, 5, 15))
         for model in copies:
