@@ -12,15 +12,16 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
-SOURCES = ("binding", "tensors", "jobs", "lane", "pool", "dispatch")
+CORE = ("jobs", "lane", "pool", "dispatch")  # everything that knows nothing of Python
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {"isa_scalar": [], "isa_avx2": ["-mavx2", "-mf16c"], "isa_avx512": ["-mavx512f", "-mf16c"]},
     "aarch64": {"isa_scalar": [], "isa_neon": []},
@@ -58,43 +59,65 @@ def run(command: list[str]) -> None:
         )
 
 
+def compile_all(
+    names: Sequence[str], folder: Path, extra: Sequence[str] = (), *, force: bool = False
+) -> list[str]:
+    """Compile csrc/<name>.cpp and the instruction sets' files into `folder`; return the objects."""
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    flags: dict[str, list[str]] = dict.fromkeys(names, []) | ISA_FLAGS.get(machine, {"isa_scalar": []})
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for path in [*CSRC.rglob("*"), Path(__file__)])
+
+    def compile_one(name: str) -> str:
+        target = folder / f"{Path(name).name}.o"
+        if force or not target.exists() or target.stat().st_mtime < newest:
+            command = [*compiler(), *COMMON_FLAGS, *extra, *flags[name]]
+            run([*command, "-c", str(CSRC / f"{name}.cpp"), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(compile_one, flags))
+
+
 class BuildNative(build_ext):
     """Compiles and links with the compiler driver alone, so that flags can differ per file."""
 
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
-        machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-        files = dict.fromkeys(
-            SOURCES, ["-I" + pybind11.get_include(), "-I" + sysconfig.get_paths()["include"]]
+        includes = ["-I" + pybind11.get_include(), "-I" + sysconfig.get_paths()["include"]]
+        built = compile_all(
+            [*CORE, "tensors", "binding"], Path(self.build_temp), includes, force=bool(self.force)
         )
-        files |= ISA_FLAGS.get(machine, {"isa_scalar": []})
-        objects = Path(self.build_temp)
-        objects.mkdir(parents=True, exist_ok=True)
-        newest = max(path.stat().st_mtime for path in [*CSRC.iterdir(), Path(__file__)])
-
-        def compile_one(name: str) -> str:
-            target = objects / f"{name}.o"
-            if self.force or not target.exists() or target.stat().st_mtime < newest:
-                run(
-                    [
-                        *compiler(),
-                        *COMMON_FLAGS,
-                        *files[name],
-                        "-c",
-                        str(CSRC / f"{name}.cpp"),
-                        "-o",
-                        str(target),
-                    ]
-                )
-            return str(target)
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            built = list(threads.map(compile_one, files))
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
         run([*compiler(), *shared, "-pthread", *built, "-o", str(library)])
+
+
+class Sanitize(Command):
+    """`python setup.py sanitize [--kind=thread]`: the native code's own tests under the compiler's sanitizers."""
+
+    user_options = [("kind=", None, "address,undefined (the default) or thread")]
+
+    def initialize_options(self) -> None:
+        self.kind = "address,undefined"
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        folder = ROOT / "build" / f"sanitize-{self.kind.replace(',', '-')}"
+        flags = [
+            f"-fsanitize={self.kind}",
+            "-fno-sanitize-recover=all",
+            "-fno-omit-frame-pointer",
+            "-g",
+            "-O1",
+        ]
+        built = compile_all([*CORE, "tests/selftest"], folder, flags)
+        run([*compiler(), *flags, "-pthread", *built, "-o", str(folder / "selftest")])
+        raise SystemExit(subprocess.run([str(folder / "selftest")]).returncode)
 
 
 if os.environ.get("OFFLOAD_ENGINE_BUILD", "native") not in ("native", "numba"):
@@ -102,5 +125,5 @@ if os.environ.get("OFFLOAD_ENGINE_BUILD", "native") not in ("native", "numba"):
 with_extension = os.environ.get("OFFLOAD_ENGINE_BUILD", "native") == "native"
 setup(
     ext_modules=[Extension("offload_engine.kernels._native", [])] if with_extension else [],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "sanitize": Sanitize},
 )

@@ -108,12 +108,12 @@ class PyLane {
 
   EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
                 const py::sequence& segments, double grad_scale, const py::iterable& after) {
-    return update(kernels_->adam, "adam", master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
+    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
   }
 
   EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
-                      const py::sequence& segments, double grad_scale, const py::iterable& after) {
-    return update(kernels_->adam_bytes, "adam_bytes", master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
+                      const py::sequence& segments, double grad_scale, bool prefetch) {
+    return update(kernels_->adam_bytes, prefetch, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, py::tuple());
   }
 
   void close() {
@@ -165,9 +165,9 @@ class PyLane {
     return parsed;
   }
 
-  EventPtr update(void (*kernel)(const AdamRun&), const char* name, py::handle master, py::handle exp_avg, py::handle exp_avg_sq,
+  EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg, py::handle exp_avg_sq,
                   py::handle grad, py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after) {
-    Tensors tensors(name);
+    Tensors tensors("adam");
     AdamArrays arrays;
     arrays.master = tensors.floats(master, "master", {kFloat32});
     arrays.exp_avg = tensors.floats(exp_avg, "exp_avg", {kFloat32});
@@ -181,8 +181,8 @@ class PyLane {
     if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
     auto parsed = parse(tensors, segments, numel);
     const size_t nbytes = ::offload::adam_bytes(arrays, parsed);
-    return submit(tensors, nbytes, after, [kernel, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
-      run_adam(kernel, pool.get(), arrays, parsed, grad_scale);
+    return submit(tensors, nbytes, after, [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
+      run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch);
     });
   }
 
@@ -277,7 +277,7 @@ PYBIND11_MODULE(_native, m) {
       .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("working"),
            py::arg("segments"), py::arg("grad_scale") = 1.0, after)
       .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after)
+           py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
       .def("close", &PyLane::close);
 }
 

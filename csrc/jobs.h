@@ -4,6 +4,8 @@
 #include "kernels.h"
 #include "lane.h"
 
+#include <optional>
+
 namespace offload {
 
 struct Array {
@@ -28,9 +30,10 @@ struct AdamArrays {
   Array master, exp_avg, exp_avg_sq, grad, working;
 };
 
-// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap.
+// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. Whether to
+// prefetch follows from the job's size unless it is said.
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays, const std::vector<AdamSegment>& segments,
-              double grad_scale);
+              double grad_scale, std::optional<bool> prefetch = {});
 size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments);
 
 struct CopySpan {

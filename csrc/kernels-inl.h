@@ -182,44 +182,42 @@ inline void update_at(const AdamRun& run, const Math& math, size_t i) {
     V::store(p, offset<W>(run.working, i));
 }
 
-// Elements ahead that are fetched: far enough to cover memory latency, near enough to stay in L1.
-constexpr size_t kPrefetchNumel = 512;
-
-template <class V, template <class> class Math, class G, class W, bool kMemory>
+template <class V, template <class> class Math, class G, class W, bool kStream>
 void update(const AdamRun& run_in) {
   const AdamRun run = run_in;
   const Math<V> math(run.scalars);
   const Math<One> math_one(run.scalars);
   size_t i = 0;
-  if (kMemory && kWritten<W>) {
+  if (kStream && kWritten<W>) {
     while (i < run.numel && reinterpret_cast<uintptr_t>(offset<W>(run.working, i)) % (V::kLanes * sizeof(W)) != 0)
       update_at<One, Math<One>, G, W, false>(run, math_one, i++);
   }
   for (; i + V::kLanes <= run.numel; i += V::kLanes) {
-    if (kMemory && V::kPrefetch) {
-      __builtin_prefetch(run.master + i + kPrefetchNumel, 1);
-      __builtin_prefetch(run.exp_avg + i + kPrefetchNumel, 1);
-      __builtin_prefetch(run.exp_avg_sq + i + kPrefetchNumel, 1);
-      __builtin_prefetch(offset<G>(run.grad, i + kPrefetchNumel), 0);
+    if (V::kPrefetch && run.prefetch_numel) {
+      const size_t ahead = i + run.prefetch_numel;
+      __builtin_prefetch(run.master + ahead, 1);
+      __builtin_prefetch(run.exp_avg + ahead, 1);
+      __builtin_prefetch(run.exp_avg_sq + ahead, 1);
+      __builtin_prefetch(offset<G>(run.grad, ahead), 0);
     }
-    update_at<V, Math<V>, G, W, kMemory>(run, math, i);
+    update_at<V, Math<V>, G, W, kStream>(run, math, i);
   }
   for (; i < run.numel; ++i) update_at<One, Math<One>, G, W, false>(run, math_one, i);
-  if (kMemory && kWritten<W>) V::fence();
+  if (kStream && kWritten<W>) V::fence();
 }
 
 template <class V, template <class> class Math, class G, class W>
-void update_where(const AdamRun& run) {
-  return run.from_memory ? update<V, Math, G, W, true>(run) : update<V, Math, G, W, false>(run);
+void update_with(const AdamRun& run) {
+  return run.stream ? update<V, Math, G, W, true>(run) : update<V, Math, G, W, false>(run);
 }
 
 template <class V, template <class> class Math, class G>
 void update_to(const AdamRun& run) {
   switch (run.working_dtype) {
-    case Dtype::kFloat32: return update_where<V, Math, G, float>(run);
-    case Dtype::kBFloat16: return update_where<V, Math, G, BF16>(run);
-    case Dtype::kFloat16: return update_where<V, Math, G, F16>(run);
-    case Dtype::kNone: return update_where<V, Math, G, None>(run);
+    case Dtype::kFloat32: return update_with<V, Math, G, float>(run);
+    case Dtype::kBFloat16: return update_with<V, Math, G, BF16>(run);
+    case Dtype::kFloat16: return update_with<V, Math, G, F16>(run);
+    case Dtype::kNone: return update_with<V, Math, G, None>(run);
   }
 }
 

@@ -37,7 +37,8 @@ struct AdamRun {
   Dtype working_dtype;
   size_t numel;
   AdamScalars scalars;
-  bool from_memory;  // the job's bytes exceed the caches: prefetch, and write `working` past them
+  bool stream;            // write `working` past the caches
+  size_t prefetch_numel;  // elements ahead that are fetched into the cache; 0 for none
 };
 
 struct Kernels {

@@ -68,7 +68,7 @@ class Lane:
         grad: torch.Tensor,
         working: torch.Tensor | None,
         segments: Sequence[AdamSegment],
-        grad_scale: float = 1.0,
-        after: Iterable[Event] = (),
+        grad_scale: float,
+        prefetch: bool,
     ) -> Event: ...
     def close(self) -> None: ...

@@ -1,0 +1,218 @@
+// The kernels, pool and lanes without Python, for builds with sanitizers: `python setup.py sanitize`.
+// Arrays are allocated to the exact element, so that one byte read or written too far is found.
+#include "../dispatch.h"
+#include "../jobs.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <random>
+
+using namespace offload;
+
+namespace {
+
+int failures = 0;
+
+#define CHECK(condition, ...)                             \
+  do {                                                    \
+    if (!(condition) && ++failures < 20) {                \
+      printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      printf(__VA_ARGS__);                                \
+      printf("\n");                                       \
+    }                                                     \
+  } while (0)
+
+// `numel` elements that start `shift` elements into an allocation which ends with the last of them.
+class Buffer {
+ public:
+  Buffer(Dtype dtype, size_t numel, size_t shift)
+      : bytes_(new char[(numel + shift) * itemsize(dtype)]()), array{bytes_.get() + shift * itemsize(dtype), dtype, numel} {}
+  float* floats() const { return static_cast<float*>(array.data); }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+
+ public:
+  const Array array;
+};
+
+struct State {
+  Buffer master, exp_avg, exp_avg_sq, grad, working;
+
+  State(size_t numel, size_t shift, Dtype grad_dtype, Dtype working_dtype, bool fresh)
+      : master(Dtype::kFloat32, numel, shift),
+        exp_avg(Dtype::kFloat32, numel, shift),
+        exp_avg_sq(Dtype::kFloat32, numel, shift),
+        grad(grad_dtype, numel, shift),
+        working(working_dtype, numel, shift) {
+    std::mt19937 random(unsigned(numel + shift));
+    std::normal_distribution<float> normal;
+    std::vector<float> gradient(numel);
+    for (size_t i = 0; i < numel; ++i) {
+      master.floats()[i] = 0.1f * normal(random);
+      exp_avg.floats()[i] = fresh ? 0 : 0.01f * normal(random);
+      exp_avg_sq.floats()[i] = fresh ? 0 : fabsf(1e-3f * normal(random));
+      gradient[i] = 0.02f * normal(random);
+    }
+    kScalarKernels.convert(grad.array.data, grad_dtype, gradient.data(), Dtype::kFloat32, numel);
+  }
+
+  AdamArrays arrays() const {
+    AdamArrays all{master.array, exp_avg.array, exp_avg_sq.array, grad.array, working.array};
+    if (working.array.dtype == Dtype::kNone) all.working = {};
+    return all;
+  }
+};
+
+bool same(const Array& a, const Array& b) { return memcmp(a.data, b.data, a.numel * itemsize(a.dtype)) == 0; }
+
+bool same(const State& a, const State& b) {
+  return same(a.master.array, b.master.array) && same(a.exp_avg.array, b.exp_avg.array) &&
+         same(a.exp_avg_sq.array, b.exp_avg_sq.array) && same(a.working.array, b.working.array);
+}
+
+double ulps(float found, double exact, double scale) {
+  const float size = fabsf(float(scale));
+  return fabs(double(found) - exact) / (double(nextafterf(size, INFINITY)) - double(size));
+}
+
+const AdamSegment kSegment{0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, true, false};
+
+// The first step, element by element in double.
+void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
+  State before(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true), after(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true);
+  AdamSegment s = kSegment;
+  s.numel = numel;
+  run_adam(kernels.adam, nullptr, after.arrays(), {s}, 0.37);
+  std::vector<float> gradient(numel);
+  kernels.convert(gradient.data(), Dtype::kFloat32, before.grad.array.data, Dtype::kBFloat16, numel);
+  double worst = 0;
+  for (size_t i = 0; i < numel; ++i) {
+    const double old = before.master.floats()[i], g = gradient[i] * 0.37, m = (1 - s.beta1) * g, v = (1 - s.beta2) * g * g;
+    const double step = s.lr / (1 - s.beta1) * m / (sqrt(v) / sqrt(1 - s.beta2) + s.eps);
+    const double p = old * (1 - s.lr * s.weight_decay) - step;
+    worst = fmax(worst, ulps(after.master.floats()[i], p, fmax(fabs(p), fabs(p - old))));
+    worst = fmax(worst, ulps(after.exp_avg.floats()[i], m, m));
+    worst = fmax(worst, ulps(after.exp_avg_sq.floats()[i], v, v));
+  }
+  CHECK(worst <= 4, "%s, %zu elements from %zu: %g ulp", kernels.isa, numel, shift, worst);
+}
+
+void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, Dtype grad, Dtype working) {
+  State ours(numel, shift, grad, working, false), scalar(numel, shift, grad, working, false);
+  std::vector<AdamSegment> segments(3, kSegment);
+  segments[0].numel = numel / 3;
+  segments[1].offset_numel = segments[0].numel;
+  segments[1].decoupled = false;
+  segments[1].beta1 = 0.4;
+  segments[2] = {numel / 2, numel - numel / 2, 1e-2, 0.8, 0.99, 1e-6, 0.1, 1000, true, true};
+  run_adam(kernels.adam, pool, ours.arrays(), segments, 0.7);
+  run_adam(kScalarKernels.adam, nullptr, scalar.arrays(), segments, 0.7);
+  CHECK(same(ours, scalar), "%s, %zu elements from %zu", kernels.isa, numel, shift);
+
+  run_accumulate(kernels, pool, ours.master.array, ours.grad.array);
+  run_accumulate(kScalarKernels, nullptr, scalar.master.array, scalar.grad.array);
+  CHECK(same(ours.master.array, scalar.master.array), "accumulate, %s, %zu elements", kernels.isa, numel);
+
+  const std::vector<Span> spans{{0, numel / 3}, {numel / 3, numel - numel / 3}};
+  std::vector<double> sums(2 + numel / kNormBlock), right(sums.size());
+  sums.resize((numel / 3 + kNormBlock - 1) / kNormBlock + (numel - numel / 3 + kNormBlock - 1) / kNormBlock);
+  right.resize(sums.size());
+  run_square_sums(kernels, pool, ours.grad.array, spans, sums.data());
+  run_square_sums(kScalarKernels, nullptr, ours.grad.array, spans, right.data());
+  CHECK(sums == right, "square_sums, %s, %zu elements", kernels.isa, numel);
+
+  for (Dtype to : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16}) {
+    Buffer ours_out(to, numel, shift), scalar_out(to, numel, shift);
+    run_convert(kernels, pool, ours_out.array, ours.grad.array);
+    run_convert(kScalarKernels, nullptr, scalar_out.array, ours.grad.array);
+    CHECK(same(ours_out.array, scalar_out.array), "convert, %s, %zu elements", kernels.isa, numel);
+  }
+  run_adam(kernels.adam_bytes, pool, ours.arrays(), segments, 1.0, numel % 2 == 0);  // for its accesses alone
+}
+
+Job copy_job(Pool* pool, std::vector<char>& dst, const std::vector<char>& src, std::vector<std::shared_ptr<Event>> after = {}) {
+  Job job;
+  job.what = "copy";
+  job.after = std::move(after);
+  job.run = [pool, span = CopySpan{dst.data(), src.data(), src.size()}](Throttle& throttle) { run_copy(pool, throttle, {span}); };
+  return job;
+}
+
+std::atomic<int> retired{0};
+void retire(std::vector<void*>&& keep) { retired += int(keep.size()); }
+
+void check_lanes() {
+  auto pool = std::make_shared<Pool>(3);
+  std::vector<char> a(3'000'000, 1), b(a.size()), c(a.size());
+  auto gate = std::make_shared<Event>(true);
+  {
+    Lane first("first", 1.0, pool, retire), second("second", 0, pool, retire), third("third", 0, nullptr, retire);
+    Job one = copy_job(first.pool(), b, a, {gate});
+    one.keep = {nullptr, nullptr};
+    Job two = copy_job(second.pool(), c, b, {one.event});
+    Job bad = copy_job(nullptr, c, b, {std::make_shared<Event>(true)});
+    bad.after[0]->fail("no");
+    const auto copied = two.event, started = one.event, failed = bad.event;
+    CHECK(first.submit(one) && second.submit(two) && third.submit(bad), "submit");
+    CHECK(!copied->wait_for(10'000'000), "must wait for the gate");
+    gate->finish(1, 2);
+    while (!copied->wait_for(1'000'000'000)) {
+    }
+    CHECK(c == a && retired == 2 && started->end_ns - started->start_ns > 2'700'000, "copied, retired, throttled");
+    while (!failed->wait_for(1'000'000'000)) {
+    }
+    CHECK(failed->state() == Event::State::kFailed && failed->message().find("no") != std::string::npos, "%s", failed->message().c_str());
+
+    std::shared_ptr<Event> last;
+    for (int i = 0; i < 300; ++i) {
+      Lane& lane = i % 2 ? first : second;
+      Job job = copy_job(lane.pool(), i % 2 ? b : c, a, last ? std::vector{last} : std::vector<std::shared_ptr<Event>>{});
+      job.run = [](Throttle&) {};
+      last = job.event;
+      CHECK(lane.submit(job), "submit");
+    }
+    while (!last->wait_for(1'000'000'000)) {
+    }
+    Job stuck = copy_job(nullptr, b, a, {std::make_shared<Event>(true)});
+    const auto never = stuck.event;
+    CHECK(third.submit(stuck), "submit");
+    third.close();
+    while (!third.wait_ended(1'000'000'000)) {
+    }
+    Job late = copy_job(nullptr, b, a);
+    CHECK(never->state() == Event::State::kFailed && !third.submit(late), "a closed lane gives up");
+  }
+  // Lanes that nobody closed or drained: a slow copy, jobs that wait for ever.
+  Lane slow("slow", 1e-6, pool, retire), waiting("waiting", 0, pool, retire);
+  Job copy = copy_job(slow.pool(), b, a), wait = copy_job(waiting.pool(), c, a, {std::make_shared<Event>(true)});
+  const auto copied = copy.event, waited = wait.event;
+  CHECK(slow.submit(copy) && waiting.submit(wait), "submit");
+  Lane::abandon_all();
+  CHECK(copied->state() == Event::State::kFailed && waited->state() == Event::State::kFailed, "abandoned");
+}
+
+}  // namespace
+
+int main() {
+  Pool pool(3);
+  const Dtype dtypes[] = {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kNone};
+  std::vector<size_t> sizes{4097, 1'000'003};
+  for (size_t n = 1; n <= 70; ++n) sizes.push_back(n);
+  for (const Kernels* kernels : available_kernels()) {
+    for (size_t numel : sizes)
+      for (size_t shift : {0, 1, 3}) check_accuracy(*kernels, numel, shift);
+    for (size_t numel : sizes) {
+      if (numel > 1'000'000) numel = 200'003;
+      for (int grad = 0; grad < 3; ++grad)
+        for (int working = 0; working < 4; ++working)
+          check_bits(*kernels, numel % 2 ? &pool : nullptr, numel, numel % 4, dtypes[grad], dtypes[working]);
+    }
+    printf("%s done\n", kernels->isa);
+  }
+  check_lanes();
+  printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
+  return failures != 0;
+}
