@@ -1,14 +1,14 @@
 // The Python module offload_engine.kernels._native: checks arguments under the interpreter lock and submits jobs.
 // Contract: kernels/__init__.py, `Lane` and `Event`; types: kernels/_native.pyi.
-#include "dispatch.h"
-#include "tensors.h"
-
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+
+#include "dispatch.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -20,7 +20,8 @@ using EventPtr = std::shared_ptr<Event>;
 constexpr Dtype kFloat32 = Dtype::kFloat32, kBFloat16 = Dtype::kBFloat16, kFloat16 = Dtype::kFloat16;
 constexpr int64_t kSliceNs = 50'000'000;  // how often a wait looks for Ctrl-C
 
-// Calls step(ns) without the interpreter lock until it returns true or the time is over; Ctrl-C ends it by an exception.
+// Calls step(ns) without the interpreter lock until it returns true or the time is over; Ctrl-C ends it by an
+// exception.
 template <class Step>
 bool wait_in_slices(std::optional<double> timeout_s, Step step) {
   const int64_t deadline = timeout_s ? now_ns() + int64_t(std::min(*timeout_s, 1e9) * 1e9) : INT64_MAX;
@@ -45,13 +46,17 @@ bool wait(Event& event, std::optional<double> timeout_s) {
 }
 
 void manual_only(const Event& event) {
-  if (!event.manual) throw KernelError("this event belongs to a lane's job, which ends it. Signal one of Event.manual().");
+  if (!event.manual)
+    throw KernelError("this event belongs to a lane's job, which ends it. Signal one of Event.manual().");
 }
 
 class PyLane {
  public:
   PyLane(std::string name, double gbps, std::shared_ptr<Pool> pool, const std::string& isa)
-      : pid_(getpid()), kernels_(find_kernels(isa)), lane_(std::make_unique<Lane>(check(name, gbps, kernels_, isa), gbps, pool, retire)), pool_(pool) {}
+      : pid_(getpid()),
+        kernels_(find_kernels(isa)),
+        lane_(std::make_unique<Lane>(check(name, gbps, kernels_, isa), gbps, pool, retire)),
+        pool_(pool) {}
   ~PyLane() {
     if (getpid() != pid_) (void)lane_.release();  // a forked child has no such thread to stop
   }
@@ -61,14 +66,16 @@ class PyLane {
   EventPtr copy(const py::sequence& dsts, const py::sequence& srcs, const py::iterable& after) {
     Tensors tensors("copy");
     if (dsts.size() != srcs.size())
-      tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources", "Pass pairs.");
+      tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources",
+                     "Pass pairs.");
     std::vector<CopySpan> spans;
     size_t nbytes = 0;
     for (size_t i = 0; i < dsts.size(); ++i) {
       spans.push_back(tensors.pair(dsts[i], srcs[i]));
       nbytes += spans.back().nbytes;
     }
-    return submit(tensors, nbytes, after, [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
+    return submit(tensors, nbytes, after,
+                  [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
   }
 
   EventPtr convert(py::handle dst, py::handle src, const py::iterable& after) {
@@ -76,8 +83,9 @@ class PyLane {
     const Array to = tensors.floats(dst, "dst", {kFloat32, kBFloat16, kFloat16});
     const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
     tensors.expect_numel(from, "src", to.numel);
-    return submit(tensors, to.numel * (itemsize(to.dtype) + itemsize(from.dtype)), after,
-                  [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_convert(*kernels, pool.get(), to, from); });
+    return submit(
+        tensors, to.numel * (itemsize(to.dtype) + itemsize(from.dtype)), after,
+        [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_convert(*kernels, pool.get(), to, from); });
   }
 
   EventPtr accumulate(py::handle acc, py::handle src, const py::iterable& after) {
@@ -85,8 +93,9 @@ class PyLane {
     const Array to = tensors.floats(acc, "acc_fp32", {kFloat32});
     const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
     tensors.expect_numel(from, "src", to.numel);
-    return submit(tensors, to.numel * (8 + itemsize(from.dtype)), after,
-                  [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_accumulate(*kernels, pool.get(), to, from); });
+    return submit(
+        tensors, to.numel * (8 + itemsize(from.dtype)), after,
+        [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_accumulate(*kernels, pool.get(), to, from); });
   }
 
   EventPtr square_sums(py::handle src, const py::sequence& spans, py::handle out, const py::iterable& after) {
@@ -103,7 +112,9 @@ class PyLane {
     }
     double* const sums = tensors.doubles(out, "out_f64", blocks);
     return submit(tensors, numel * itemsize(from.dtype), after,
-                  [kernels = kernels_, pool = pool_, from, parsed, sums](Throttle&) { run_square_sums(*kernels, pool.get(), from, parsed, sums); });
+                  [kernels = kernels_, pool = pool_, from, parsed, sums](Throttle&) {
+                    run_square_sums(*kernels, pool.get(), from, parsed, sums);
+                  });
   }
 
   EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
@@ -113,7 +124,8 @@ class PyLane {
 
   EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
                       const py::sequence& segments, double grad_scale, bool prefetch) {
-    return update(kernels_->adam_bytes, prefetch, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, py::tuple());
+    return update(kernels_->adam_bytes, prefetch, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale,
+                  py::tuple());
   }
 
   void close() {
@@ -133,40 +145,54 @@ class PyLane {
 
  private:
   static std::string check(const std::string& name, double gbps, const Kernels* kernels, const std::string& isa) {
-    if (!kernels) throw KernelError("lane '" + name + "': isa '" + isa + "' is not available. See offload_engine.kernels.available_isas().");
-    if (!(gbps >= 0) || std::isinf(gbps)) throw KernelError("lane '" + name + "': gbps is " + std::to_string(gbps) + ". It must be 0 (no limit) or positive.");
+    if (!kernels)
+      throw KernelError("lane '" + name + "': isa '" + isa +
+                        "' is not available. See offload_engine.kernels.available_isas().");
+    if (!(gbps >= 0) || std::isinf(gbps))
+      throw KernelError("lane '" + name + "': gbps is " + std::to_string(gbps) +
+                        ". It must be 0 (no limit) or positive.");
     return name;
   }
 
   static void check_range(const Tensors& tensors, const char* what, int64_t offset, int64_t n, size_t numel) {
     if (offset < 0 || n < 0 || size_t(offset) > numel || size_t(n) > numel - size_t(offset))
-      tensors.refuse(std::string(what) + " [" + std::to_string(offset) + ", +" + std::to_string(n) + ") leaves the tensor's " + std::to_string(numel) + " elements",
+      tensors.refuse(std::string(what) + " [" + std::to_string(offset) + ", +" + std::to_string(n) +
+                         ") leaves the tensor's " + std::to_string(numel) + " elements",
                      "Offsets and sizes are in elements.");
   }
 
   static std::vector<AdamSegment> parse(const Tensors& tensors, const py::sequence& segments, size_t numel) {
     std::vector<AdamSegment> parsed;
     for (py::handle item : segments) {
-      const auto s = py::reinterpret_borrow<py::sequence>(item);
-      if (!PyTuple_Check(item.ptr()) || s.size() != 10) tensors.refuse("a segment is not an AdamSegment", "Pass kernels.AdamSegment tuples.");
-      const auto offset = s[0].cast<int64_t>(), n = s[1].cast<int64_t>();
+      if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 10)
+        tensors.refuse("a segment is not an AdamSegment", "Pass kernels.AdamSegment tuples.");
+      // Straight from the tuple: a thousand segments would take longer through casts than their update.
+      const auto integer = [&](int i) { return int64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i))); };
+      const auto number = [&](int i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(item.ptr(), i)); };
+      const auto truth = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(item.ptr(), i)) > 0; };
+      const int64_t offset = integer(0), n = integer(1);
+      const AdamSegment one{size_t(offset), size_t(n), number(2),  number(3), number(4),
+                            number(5),      number(6), integer(7), truth(8),  truth(9)};
+      if (PyErr_Occurred()) throw py::error_already_set();
       check_range(tensors, "segment", offset, n, numel);
-      const AdamSegment one{size_t(offset),         size_t(n),           s[2].cast<double>(),  s[3].cast<double>(), s[4].cast<double>(),
-                            s[5].cast<double>(),    s[6].cast<double>(), s[7].cast<int64_t>(), s[8].cast<bool>(),   s[9].cast<bool>()};
       if (one.step < 1) tensors.refuse("step is " + std::to_string(one.step), "It counts this step: 1 for the first.");
       if (!(one.beta1 >= 0 && one.beta1 < 1 && one.beta2 >= 0 && one.beta2 < 1))
-        tensors.refuse("betas are " + std::to_string(one.beta1) + ", " + std::to_string(one.beta2), "They must be in [0, 1).");
+        tensors.refuse("betas are " + std::to_string(one.beta1) + ", " + std::to_string(one.beta2),
+                       "They must be in [0, 1).");
       if (n > 0) parsed.push_back(one);
     }
-    std::sort(parsed.begin(), parsed.end(), [](const AdamSegment& a, const AdamSegment& b) { return a.offset_numel < b.offset_numel; });
+    std::sort(parsed.begin(), parsed.end(),
+              [](const AdamSegment& a, const AdamSegment& b) { return a.offset_numel < b.offset_numel; });
     for (size_t i = 1; i < parsed.size(); ++i)
       if (parsed[i - 1].offset_numel + parsed[i - 1].numel > parsed[i].offset_numel)
-        tensors.refuse("two segments overlap at element " + std::to_string(parsed[i].offset_numel), "Each element is updated once.");
+        tensors.refuse("two segments overlap at element " + std::to_string(parsed[i].offset_numel),
+                       "Each element is updated once.");
     return parsed;
   }
 
-  EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg, py::handle exp_avg_sq,
-                  py::handle grad, py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after) {
+  EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg,
+                  py::handle exp_avg_sq, py::handle grad, py::handle working, const py::sequence& segments,
+                  double grad_scale, const py::iterable& after) {
     Tensors tensors("adam");
     AdamArrays arrays;
     arrays.master = tensors.floats(master, "master", {kFloat32});
@@ -181,14 +207,17 @@ class PyLane {
     if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
     auto parsed = parse(tensors, segments, numel);
     const size_t nbytes = ::offload::adam_bytes(arrays, parsed);
-    return submit(tensors, nbytes, after, [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
-      run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch);
-    });
+    return submit(tensors, nbytes, after,
+                  [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
+                    run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch);
+                  });
   }
 
   EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run) {
     if (getpid() != pid_)
-      throw KernelError("lane '" + name() + "' was made before a fork and its thread is not in this process. Make the engine in the process that uses it.");
+      throw KernelError("lane '" + name() +
+                        "' was made before a fork and its thread is not in this process. Make the engine in the "
+                        "process that uses it.");
     free_retired();
     Job job;
     job.what = tensors.job();
@@ -226,7 +255,7 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Update and copy kernels, lanes and their thread pool; see offload_engine.kernels.";
   m.attr("NORM_BLOCK") = kNormBlock;
 
-  py::register_exception_translator([](std::exception_ptr thrown) {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       std::rethrow_exception(thrown);
     } catch (const KernelError& error) {
@@ -253,9 +282,20 @@ PYBIND11_MODULE(_native, m) {
       .def_static("manual", [] { return std::make_shared<Event>(true); })
       .def("done", &Event::done)
       .def("wait", &wait, py::arg("timeout_s") = py::none())
-      .def("signal", [](Event& event, int64_t start_ns, int64_t end_ns) { manual_only(event); event.finish(start_ns, end_ns); },
-           py::arg("start_ns"), py::arg("end_ns"))
-      .def("fail", [](Event& event, const std::string& why) { manual_only(event); event.fail(why); }, py::arg("message"))
+      .def(
+          "signal",
+          [](Event& event, int64_t start_ns, int64_t end_ns) {
+            manual_only(event);
+            event.finish(start_ns, end_ns);
+          },
+          py::arg("start_ns"), py::arg("end_ns"))
+      .def(
+          "fail",
+          [](Event& event, const std::string& why) {
+            manual_only(event);
+            event.fail(why);
+          },
+          py::arg("message"))
       .def_property_readonly("start_ns", [](const Event& event) { return event.start_ns.load(); })
       .def_property_readonly("end_ns", [](const Event& event) { return event.end_ns.load(); })
       .def_readwrite("nbytes", &Event::nbytes);
@@ -267,17 +307,17 @@ PYBIND11_MODULE(_native, m) {
 
   const auto after = py::arg("after") = py::tuple();
   py::class_<PyLane>(m, "Lane")
-      .def(py::init<std::string, double, std::shared_ptr<Pool>, const std::string&>(), py::arg("name"), py::kw_only(), py::arg("gbps") = 0.0,
-           py::arg("pool") = py::none(), py::arg("isa") = "scalar")
+      .def(py::init<std::string, double, std::shared_ptr<Pool>, const std::string&>(), py::arg("name"), py::kw_only(),
+           py::arg("gbps") = 0.0, py::arg("pool") = py::none(), py::arg("isa") = "scalar")
       .def_property_readonly("name", &PyLane::name)
       .def("copy", &PyLane::copy, py::arg("dsts"), py::arg("srcs"), after)
       .def("convert", &PyLane::convert, py::arg("dst"), py::arg("src"), after)
       .def("accumulate", &PyLane::accumulate, py::arg("acc_fp32"), py::arg("src"), after)
       .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
-      .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("working"),
-           py::arg("segments"), py::arg("grad_scale") = 1.0, after)
-      .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-           py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
+      .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
+           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after)
+      .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+           py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
       .def("close", &PyLane::close);
 }
 

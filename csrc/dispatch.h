@@ -1,10 +1,10 @@
 // Which of the built kernels this CPU and operating system can run.
 #pragma once
 
-#include "kernels.h"
-
 #include <string>
 #include <vector>
+
+#include "kernels.h"
 
 namespace offload {
 

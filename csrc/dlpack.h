@@ -1,4 +1,5 @@
-// The part of the DLPack 0.x structures that the binding reads (https://dmlc.github.io/dlpack). Layout is ABI: do not reorder.
+// The part of the DLPack 0.x structures that the binding reads (https://dmlc.github.io/dlpack). Layout is ABI: do not
+// reorder.
 #pragma once
 
 #include <stdint.h>

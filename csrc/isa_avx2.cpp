@@ -1,8 +1,8 @@
 // Built with -mavx2 -mf16c; chosen when CPU and operating system have both.
 #if defined(__x86_64__)
-#include "kernels-inl.h"
-
 #include <immintrin.h>
+
+#include "kernels-inl.h"
 
 namespace offload {
 namespace {

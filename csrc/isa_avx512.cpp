@@ -1,8 +1,8 @@
 // Built with -mavx512f -mf16c; chosen when CPU and operating system have both.
 #if defined(__x86_64__)
-#include "kernels-inl.h"
-
 #include <immintrin.h>
+
+#include "kernels-inl.h"
 
 namespace offload {
 namespace {
@@ -27,7 +27,8 @@ struct Avx512 {
   static __m256i bfloat(F x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+    const __m512i rounded =
+        _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0)));
   }

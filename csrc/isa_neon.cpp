@@ -1,8 +1,8 @@
 // Every aarch64 CPU has what this file needs.
 #if defined(__aarch64__)
-#include "kernels-inl.h"
-
 #include <arm_neon.h>
+
+#include "kernels-inl.h"
 
 namespace offload {
 namespace {

@@ -65,8 +65,8 @@ size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segm
   return numel * (24 + itemsize(arrays.grad.dtype) + itemsize(arrays.working.dtype));
 }
 
-void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays, const std::vector<AdamSegment>& segments,
-              double grad_scale, std::optional<bool> prefetch) {
+void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
+              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch) {
   // Segments are laid end to end and cut there, so that many small ones cost no more than one large one.
   std::vector<size_t> ends;
   std::vector<AdamScalars> scalars;
@@ -83,8 +83,9 @@ void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arra
       const size_t stop = std::min(end, ends[k]);
       const size_t i = segments[k].offset_numel + begin - (ends[k] - segments[k].numel);
       update({static_cast<float*>(at(arrays.master, i)), static_cast<float*>(at(arrays.exp_avg, i)),
-              static_cast<float*>(at(arrays.exp_avg_sq, i)), at(arrays.grad, i), arrays.grad.dtype, at(arrays.working, i),
-              arrays.working.dtype, stop - begin, scalars[k], from_memory, prefetch.value_or(from_memory) ? kPrefetchNumel : 0});
+              static_cast<float*>(at(arrays.exp_avg_sq, i)), at(arrays.grad, i), arrays.grad.dtype,
+              at(arrays.working, i), arrays.working.dtype, stop - begin, scalars[k], from_memory,
+              prefetch.value_or(from_memory) ? kPrefetchNumel : 0});
       begin = stop;
     }
   });
@@ -125,7 +126,8 @@ void run_square_sums(const Kernels& kernels, Pool* pool, Array src, const std::v
   run_chunks(pool, total, [&](size_t block) {
     const size_t k = std::upper_bound(ends.begin(), ends.end(), block) - ends.begin();
     const size_t i = (block - (ends[k] - chunks_of(spans[k].numel, kNormBlock))) * kNormBlock;
-    out[block] = kernels.square_sum(at(src, spans[k].offset_numel + i), src.dtype, std::min(kNormBlock, spans[k].numel - i));
+    out[block] =
+        kernels.square_sum(at(src, spans[k].offset_numel + i), src.dtype, std::min(kNormBlock, spans[k].numel - i));
   });
 }
 

@@ -1,10 +1,11 @@
-// The lanes' jobs over raw arrays: how each is cut into chunks for the pool. No Python, no checks: the binding has made them.
+// The lanes' jobs over raw arrays: how each is cut into chunks for the pool. No Python, no checks: the binding has made
+// them.
 #pragma once
+
+#include <optional>
 
 #include "kernels.h"
 #include "lane.h"
-
-#include <optional>
 
 namespace offload {
 
@@ -32,8 +33,8 @@ struct AdamArrays {
 
 // `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. Whether to
 // prefetch follows from the job's size unless it is said.
-void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays, const std::vector<AdamSegment>& segments,
-              double grad_scale, std::optional<bool> prefetch = {});
+void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
+              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch = {});
 size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments);
 
 struct CopySpan {

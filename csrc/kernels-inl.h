@@ -6,15 +6,16 @@
 //        class Squares (8 double sums). `One` below is V with one lane: it does the tails, by the same formula.
 //
 // Note [One formula]. Adam and AdamW as torch's single-tensor path orders them, one rounding per operation, built with
-// -ffp-contract=off, so that every instruction set, the numba kernel and a device update in torch operations agree bit for bit:
+// -ffp-contract=off, so that every instruction set, the numba kernel and a device update in torch operations agree bit
+// for bit:
 //   g = float(grad) * grad_scale;   p = p * decay;   g = g + l2 * p   (L2 only)
 //   m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
 //   p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 #pragma once
 
-#include "kernels.h"
-
 #include <string.h>
+
+#include "kernels.h"
 
 namespace offload {
 namespace {

@@ -14,10 +14,10 @@ constexpr size_t kNormBlock = 16384;
 
 // What one update needs besides its arrays, each rounded once from double to float. See Note [One formula].
 struct AdamScalars {
-  float grad_scale;        // unscale and clip factor in one; negative to maximize
-  float decay;             // 1 - lr * weight_decay when decoupled, else 1
-  float l2;                // weight_decay when it is added to the gradient, else 0
-  float lerp;              // 1 - beta1, or beta1 with lerp_from_grad
+  float grad_scale;  // unscale and clip factor in one; negative to maximize
+  float decay;       // 1 - lr * weight_decay when decoupled, else 1
+  float l2;          // weight_decay when it is added to the gradient, else 0
+  float lerp;        // 1 - beta1, or beta1 with lerp_from_grad
   float beta2;
   float one_minus_beta2;
   float correction2_sqrt;  // sqrt(1 - beta2^step)

@@ -83,7 +83,7 @@ struct LaneState {
   std::deque<Job> queue;
   bool ended = false;
   std::atomic<bool> closed{false}, abandoned{false};  // set under the mutex
-  std::shared_ptr<Event> waits_for;  // what the current job waits for
+  std::shared_ptr<Event> waits_for;                   // what the current job waits for
 
   void wait_for(const std::shared_ptr<Event>& event);
   void run(Job& job, Throttle& throttle);
@@ -126,7 +126,8 @@ Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*ret
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     auto& states = registry().states;
-    states.erase(std::remove_if(states.begin(), states.end(), [](auto& state) { return state.expired(); }), states.end());
+    states.erase(std::remove_if(states.begin(), states.end(), [](auto& state) { return state.expired(); }),
+                 states.end());
     states.push_back(state_);
   }
   std::thread(work, state_).detach();
@@ -199,7 +200,8 @@ void LaneState::wait_for(const std::shared_ptr<Event>& event) {
   }
   if (event->state() == Event::State::kFailed)
     throw std::runtime_error("what it had to wait for failed: " + event->message());
-  if (!event->done()) throw std::runtime_error("the lane was closed, and nobody had ended the event that it had to wait for");
+  if (!event->done())
+    throw std::runtime_error("the lane was closed, and nobody had ended the event that it had to wait for");
 }
 
 void LaneState::run_or_throw(Job& job, Throttle& throttle) {

@@ -1,7 +1,6 @@
-// Events and lanes: a lane is one thread that does its jobs in order, each job ends one event, done or failed, never neither.
+// Events and lanes: a lane is one thread that does its jobs in order, each job ends one event, done or failed, never
+// neither.
 #pragma once
-
-#include "pool.h"
 
 #include <stdint.h>
 #include <time.h>
@@ -10,6 +9,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+
+#include "pool.h"
 
 namespace offload {
 
@@ -104,8 +105,9 @@ class Lane {
   // Takes the job and returns true, or leaves it as it is when the lane is closed.
   bool submit(Job& job);
 
-  // No more jobs; the thread ends when the queue is empty. From now on a job fails when it would wait, itself or through
-  // other lanes' jobs, for a manual event that nobody has ended: otherwise an error before signal() would hang close().
+  // No more jobs; the thread ends when the queue is empty. From now on a job fails when it would wait, itself or
+  // through other lanes' jobs, for a manual event that nobody has ended: otherwise an error before signal() would hang
+  // close().
   void close();
   void abandon();                       // close, and fail all that has not started
   bool wait_ended(int64_t timeout_ns);  // true once the thread has ended

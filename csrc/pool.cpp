@@ -1,8 +1,8 @@
 #include "pool.h"
 
-#include "lane.h"
-
 #include <algorithm>
+
+#include "lane.h"
 
 namespace offload {
 namespace {

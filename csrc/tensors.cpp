@@ -72,12 +72,14 @@ void Tensors::refuse(const std::string& found, const std::string& remedy) const 
 }
 
 const dlpack::Tensor& Tensors::open(py::handle tensor, const char* name) {
-  static PyObject* const to_dlpack = py::object(py::module_::import("torch.utils.dlpack").attr("to_dlpack")).release().ptr();
+  static PyObject* const to_dlpack =
+      py::object(py::module_::import("torch.utils.dlpack").attr("to_dlpack")).release().ptr();
   auto capsule = py::reinterpret_steal<py::object>(PyObject_CallOneArg(to_dlpack, tensor.ptr()));
   if (!capsule) {
     py::error_already_set error;
     if (!error.matches(PyExc_Exception)) throw error;
-    refuse(std::string(name) + " (" + Py_TYPE(tensor.ptr())->tp_name + ") cannot be read: " + py::str(error.value()).cast<std::string>(),
+    refuse(std::string(name) + " (" + Py_TYPE(tensor.ptr())->tp_name +
+               ") cannot be read: " + py::str(error.value()).cast<std::string>(),
            "Pass a dense torch.Tensor in CPU memory.");
   }
   auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
@@ -88,7 +90,8 @@ const dlpack::Tensor& Tensors::open(py::handle tensor, const char* name) {
   if (found.device_type != dlpack::kCpu && found.device_type != dlpack::kCudaHost)
     refuse(std::string(name) + " is not in CPU memory (DLPack device type " + std::to_string(found.device_type) + ")",
            "Lanes work on CPU tensors: copy it to the host first.");
-  if (!contiguous(found)) refuse(std::string(name) + " is not contiguous", "Pass a dense tensor; a copy would not be updated.");
+  if (!contiguous(found))
+    refuse(std::string(name) + " is not contiguous", "Pass a dense tensor; a copy would not be updated.");
   return found;
 }
 
@@ -116,15 +119,18 @@ double* Tensors::doubles(py::handle tensor, const char* name, size_t least_numel
 CopySpan Tensors::pair(py::handle dst, py::handle src) {
   const dlpack::Tensor &to = open(dst, "dst"), &from = open(src, "src");
   if (to.dtype.code != from.dtype.code || to.dtype.bits != from.dtype.bits || to.dtype.lanes != from.dtype.lanes)
-    refuse("dst is " + shown(to.dtype) + ", src is " + shown(from.dtype), "A copy moves raw bytes; use convert for another dtype.");
+    refuse("dst is " + shown(to.dtype) + ", src is " + shown(from.dtype),
+           "A copy moves raw bytes; use convert for another dtype.");
   if (numel_of(to) != numel_of(from))
-    refuse("dst has " + std::to_string(numel_of(to)) + " elements, src has " + std::to_string(numel_of(from)), "Pass equal sizes.");
+    refuse("dst has " + std::to_string(numel_of(to)) + " elements, src has " + std::to_string(numel_of(from)),
+           "Pass equal sizes.");
   return {data_of(to), data_of(from), numel_of(to) * ((size_t(to.dtype.bits) * to.dtype.lanes + 7) / 8)};
 }
 
 void Tensors::expect_numel(const Array& array, const char* name, size_t numel) const {
   if (array.numel != numel)
-    refuse(std::string(name) + " has " + std::to_string(array.numel) + " elements", "It must have " + std::to_string(numel) + ", as the first tensor.");
+    refuse(std::string(name) + " has " + std::to_string(array.numel) + " elements",
+           "It must have " + std::to_string(numel) + ", as the first tensor.");
 }
 
 void retire(std::vector<void*>&& keep) {

@@ -1,10 +1,10 @@
 // Tensors as the binding takes them: read through DLPack, checked, and kept alive until a job is done.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include "dlpack.h"
 #include "jobs.h"
-
-#include <pybind11/pybind11.h>
 
 namespace offload {
 
@@ -40,8 +40,8 @@ class Tensors {
   std::vector<void*> keep_;
 };
 
-// Memory of finished jobs, handed over by the lanes' threads. Freed under the interpreter lock by whoever next calls in,
-// because freeing a tensor may run Python code.
+// Memory of finished jobs, handed over by the lanes' threads. Freed under the interpreter lock by whoever next calls
+// in, because freeing a tensor may run Python code.
 void retire(std::vector<void*>&& keep);
 void free_retired();
 

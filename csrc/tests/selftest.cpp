@@ -1,13 +1,13 @@
 // The kernels, pool and lanes without Python, for builds with sanitizers: `python setup.py sanitize`.
 // Arrays are allocated to the exact element, so that one byte read or written too far is found.
-#include "../dispatch.h"
-#include "../jobs.h"
-
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 #include <random>
+
+#include "../dispatch.h"
+#include "../jobs.h"
 
 using namespace offload;
 
@@ -15,20 +15,21 @@ namespace {
 
 int failures = 0;
 
-#define CHECK(condition, ...)                             \
-  do {                                                    \
-    if (!(condition) && ++failures < 20) {                \
+#define CHECK(condition, ...)                                \
+  do {                                                       \
+    if (!(condition) && ++failures < 20) {                   \
       printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      printf(__VA_ARGS__);                                \
-      printf("\n");                                       \
-    }                                                     \
+      printf(__VA_ARGS__);                                   \
+      printf("\n");                                          \
+    }                                                        \
   } while (0)
 
 // `numel` elements that start `shift` elements into an allocation which ends with the last of them.
 class Buffer {
  public:
   Buffer(Dtype dtype, size_t numel, size_t shift)
-      : bytes_(new char[(numel + shift) * itemsize(dtype)]()), array{bytes_.get() + shift * itemsize(dtype), dtype, numel} {}
+      : bytes_(new char[(numel + shift) * itemsize(dtype)]()),
+        array{bytes_.get() + shift * itemsize(dtype), dtype, numel} {}
   float* floats() const { return static_cast<float*>(array.data); }
 
  private:
@@ -82,7 +83,8 @@ const AdamSegment kSegment{0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, true, false};
 
 // The first step, element by element in double.
 void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
-  State before(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true), after(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true);
+  State before(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true),
+      after(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true);
   AdamSegment s = kSegment;
   s.numel = numel;
   run_adam(kernels.adam, nullptr, after.arrays(), {s}, 0.37);
@@ -90,7 +92,8 @@ void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
   kernels.convert(gradient.data(), Dtype::kFloat32, before.grad.array.data, Dtype::kBFloat16, numel);
   double worst = 0;
   for (size_t i = 0; i < numel; ++i) {
-    const double old = before.master.floats()[i], g = gradient[i] * 0.37, m = (1 - s.beta1) * g, v = (1 - s.beta2) * g * g;
+    const double old = before.master.floats()[i], g = gradient[i] * 0.37, m = (1 - s.beta1) * g,
+                 v = (1 - s.beta2) * g * g;
     const double step = s.lr / (1 - s.beta1) * m / (sqrt(v) / sqrt(1 - s.beta2) + s.eps);
     const double p = old * (1 - s.lr * s.weight_decay) - step;
     worst = fmax(worst, ulps(after.master.floats()[i], p, fmax(fabs(p), fabs(p - old))));
@@ -133,11 +136,39 @@ void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, 
   run_adam(kernels.adam_bytes, pool, ours.arrays(), segments, 1.0, numel % 2 == 0);  // for its accesses alone
 }
 
-Job copy_job(Pool* pool, std::vector<char>& dst, const std::vector<char>& src, std::vector<std::shared_ptr<Event>> after = {}) {
+// Random bits: NaNs, infinities and subnormals among them.
+void check_conversions(const Kernels& kernels) {
+  std::mt19937 random(1);
+  const size_t numel = 100'003;
+  Buffer source(Dtype::kFloat32, numel, 1);
+  for (size_t i = 0; i < numel; ++i) {
+    const uint32_t bits = uint32_t(random());
+    memcpy(source.floats() + i, &bits, 4);
+  }
+  for (Dtype half : {Dtype::kBFloat16, Dtype::kFloat16}) {
+    Buffer ours(half, numel, 1), scalar(half, numel, 1), ours_wide(Dtype::kFloat32, numel, 0),
+        scalar_wide(Dtype::kFloat32, numel, 0);
+    run_convert(kernels, nullptr, ours.array, source.array);
+    run_convert(kScalarKernels, nullptr, scalar.array, source.array);
+    CHECK(same(ours.array, scalar.array), "to half, %s", kernels.isa);
+    for (size_t i = 0; i < numel; ++i) static_cast<uint16_t*>(ours.array.data)[i] = uint16_t(i);
+    run_convert(kernels, nullptr, ours_wide.array, ours.array);
+    run_convert(kScalarKernels, nullptr, scalar_wide.array, ours.array);
+    for (size_t i = 0; i < numel; ++i) {  // a float16 signalling NaN may or may not turn quiet: both are NaN
+      const float a = ours_wide.floats()[i], b = scalar_wide.floats()[i];
+      CHECK(memcmp(&a, &b, 4) == 0 || (a != a && b != b), "from half 0x%04x, %s", unsigned(uint16_t(i)), kernels.isa);
+    }
+  }
+}
+
+Job copy_job(Pool* pool, std::vector<char>& dst, const std::vector<char>& src,
+             std::vector<std::shared_ptr<Event>> after = {}) {
   Job job;
   job.what = "copy";
   job.after = std::move(after);
-  job.run = [pool, span = CopySpan{dst.data(), src.data(), src.size()}](Throttle& throttle) { run_copy(pool, throttle, {span}); };
+  job.run = [pool, span = CopySpan{dst.data(), src.data(), src.size()}](Throttle& throttle) {
+    run_copy(pool, throttle, {span});
+  };
   return job;
 }
 
@@ -164,12 +195,14 @@ void check_lanes() {
     CHECK(c == a && retired == 2 && started->end_ns - started->start_ns > 2'700'000, "copied, retired, throttled");
     while (!failed->wait_for(1'000'000'000)) {
     }
-    CHECK(failed->state() == Event::State::kFailed && failed->message().find("no") != std::string::npos, "%s", failed->message().c_str());
+    CHECK(failed->state() == Event::State::kFailed && failed->message().find("no") != std::string::npos, "%s",
+          failed->message().c_str());
 
     std::shared_ptr<Event> last;
     for (int i = 0; i < 300; ++i) {
       Lane& lane = i % 2 ? first : second;
-      Job job = copy_job(lane.pool(), i % 2 ? b : c, a, last ? std::vector{last} : std::vector<std::shared_ptr<Event>>{});
+      Job job =
+          copy_job(lane.pool(), i % 2 ? b : c, a, last ? std::vector{last} : std::vector<std::shared_ptr<Event>>{});
       job.run = [](Throttle&) {};
       last = job.event;
       CHECK(lane.submit(job), "submit");
@@ -210,6 +243,7 @@ int main() {
         for (int working = 0; working < 4; ++working)
           check_bits(*kernels, numel % 2 ? &pool : nullptr, numel, numel % 4, dtypes[grad], dtypes[working]);
     }
+    check_conversions(*kernels);
     printf("%s done\n", kernels->isa);
   }
   check_lanes();

@@ -11,6 +11,7 @@ import importlib
 from types import ModuleType
 
 from offload_engine.errors import BuildError, ConfigError
+from offload_engine.kernels import reference
 from offload_engine.kernels.api import NORM_BLOCK, AdamSegment, Backend, Event, Lane, WorkerPool
 
 _native: ModuleType | None
@@ -22,7 +23,17 @@ except ImportError as _error:
 else:
     atexit.register(_native._abandon_all)
 
-__all__ = ["NORM_BLOCK", "AdamSegment", "Backend", "Event", "Lane", "WorkerPool", "available_isas", "load"]
+__all__ = [
+    "NORM_BLOCK",
+    "AdamSegment",
+    "Backend",
+    "Event",
+    "Lane",
+    "WorkerPool",
+    "available_isas",
+    "load",
+    "reference",
+]
 
 
 def available_isas() -> list[str]:
