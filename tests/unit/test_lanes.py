@@ -132,7 +132,7 @@ def test_throttle_holds_its_rate(backend, pooled):
     events = [lane.copy([target], [source]) for _ in range(5)]
     events[-1].wait()
     span_s = (events[-1].end_ns - events[0].start_ns) / 1e9
-    assert 0.099 <= span_s <= 0.2, span_s
+    assert 0.099 <= span_s <= 0.4, span_s
     assert all((event.end_ns - event.start_ns) / 1e9 >= 0.018 for event in events)
     assert target.eq(1).all()
     lane.close()
@@ -245,81 +245,85 @@ def test_a_dropped_lane_still_does_its_jobs(backend):
     assert event.wait(10.0) and x.eq(1).all()
 
 
+# One process for both backends: importing torch takes most of the time.
 INTERRUPTED = """
-backend = kernels.load({backend!r})
-lane = backend.Lane("lane", gbps=1e-5)
-event = lane.copy([torch.zeros(1_000_000)], [torch.ones(1_000_000)])
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-begin = time.monotonic()
-try:
-    {call}
-except KeyboardInterrupt:
-    print("interrupted", time.monotonic() - begin < 5, event.done())
+for name in ("native", "numba"):
+    backend = kernels.load(name)
+    for wait in ("event", "lane"):
+        lane = backend.Lane("lane", gbps=1e-5)
+        event = lane.copy([torch.zeros(1_000_000)], [torch.ones(1_000_000)])
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            event.wait() if wait == "event" else lane.close()
+        except KeyboardInterrupt:
+            print(name, wait, time.monotonic() - begin < 5, event.done())
 """
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("call", ["event.wait()", "lane.close()"])
-def test_ctrl_c_ends_a_wait(name, call):
+def test_ctrl_c_ends_a_wait():
     """A copy that would take minutes; an interrupted close fails it."""
-    done = run_python(INTERRUPTED.format(backend=name, call=call))
+    done = run_python(INTERRUPTED)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["interrupted", "True", str(call == "lane.close()")]
+    rows = [f"{name} {wait} True {wait == 'lane'}" for name in BACKENDS for wait in ("event", "lane")]
+    assert done.stdout.splitlines() == rows
 
 
 LEFT_OPEN = """
-backend = kernels.load({backend!r})
-pool = backend.WorkerPool(2)
-lane = backend.Lane("busy", gbps=0.0001, pool=pool)
-stuck = backend.Lane("stuck", pool=pool)
-x = torch.zeros(10_000_000)
-lane.copy([x], [torch.ones_like(x)])
-for _ in range(3):
-    stuck.copy([x], [torch.ones_like(x)], after=[backend.Event.manual()])
-    lane.accumulate(x, torch.ones_like(x))
-idle = backend.Lane("idle")
+for name in ("native", "numba"):
+    backend = kernels.load(name)
+    pool = backend.WorkerPool(2)
+    lane = backend.Lane("busy", gbps=0.0001, pool=pool)
+    stuck = backend.Lane("stuck", pool=pool)
+    x = torch.zeros(10_000_000)
+    lane.copy([x], [torch.ones_like(x)])
+    for _ in range(3):
+        stuck.copy([x], [torch.ones_like(x)], after=[backend.Event.manual()])
+        lane.accumulate(x, torch.ones_like(x))
+    idle = backend.Lane("idle")
 time.sleep(0.1)
 print("end")
-{end}
 """
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "1 / 0"])
-def test_leaving_without_close_neither_hangs_nor_crashes(name, end):
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_leaving_without_close_neither_hangs_nor_crashes(end, code):
     """A copy that would take minutes, jobs that wait for ever, an idle lane, a pool: all abandoned at exit."""
     begin = time.monotonic()
-    done = run_python(LEFT_OPEN.format(backend=name, end=end))
+    done = run_python(LEFT_OPEN + end)
     assert done.stdout.strip() == "end"
-    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[end], done.stderr
+    assert done.returncode == code, done.stderr
     assert time.monotonic() - begin < 40
 
 
 FORKED = """
-backend = kernels.load({backend!r})
-pool = backend.WorkerPool(2)
-lane = backend.Lane("lane", pool=pool)
+made = []
+for name in ("native", "numba"):
+    backend = kernels.load(name)
+    pool = backend.WorkerPool(2)
+    lane = backend.Lane("lane", pool=pool)
+    made.append((pool, lane))
 x = torch.zeros(8)
-lane.copy([x], [torch.ones(8)]).wait()
+for pool, lane in made:
+    lane.copy([x], [torch.ones(8)]).wait()
 child = os.fork()
 if child == 0:
-    try:
-        lane.copy([x], [torch.ones(8)])
-    except RuntimeError as error:
-        print("fork" in str(error), flush=True)
-    lane.close()
-    del lane, pool
+    for pool, lane in made:
+        try:
+            lane.copy([x], [torch.ones(8)])
+        except RuntimeError as error:
+            print("fork" in str(error), flush=True)
+        lane.close()
+    del lane, pool, made
     sys.exit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-lane.close()
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_forked_child_is_told_and_can_leave(name):
-    done = run_python(FORKED.format(backend=name))
-    assert done.stdout.split() == ["True", "5"], done.stderr
+def test_a_forked_child_is_told_and_can_leave():
+    done = run_python(FORKED)
+    assert done.stdout.split() == ["True", "True", "5"], done.stderr
 
 
 def test_signals_handled_elsewhere_do_not_end_a_wait(backend):
