@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,7 @@ from offload_engine import kernels
 from offload_engine.buckets import (
     Bucket,
     ParameterEntry,
+    Registry,
     check_budget,
     default_bucket_bytes,
     discover,
@@ -33,6 +36,7 @@ from offload_engine.optim import (
     OffloadOptimizer,
     UpdatePipeline,
     check_optimizer,
+    check_states,
     clip_factor,
     global_norm,
     scale_gradients,
@@ -56,6 +60,17 @@ __all__ = ["OffloadEngine"]
 _log = logging.getLogger("offload_engine")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _no_modes = torch._C.DisableTorchFunction
+_owners: weakref.WeakValueDictionary[int, OffloadEngine] = weakref.WeakValueDictionary()
+"""Id of a parameter -> the open engine that has it."""
+
+
+def _refuse_wrapped(registry: Registry) -> None:
+    for entry in registry.entries:
+        if id(entry.param) in _owners:
+            raise StateError(
+                f"parameter '{entry.name}' belongs to an open engine already: this model, or a part of it, is already "
+                f"wrapped. Call close() on that engine first, or wrap one module that contains both."
+            )
 
 
 class OffloadEngine:
@@ -93,29 +108,34 @@ class OffloadEngine:
             torch.set_num_threads(config.threads.compute)
         registry = discover(model, optimizer.param_groups, precision)
 
-        self.device: Device = open_device(config, backend, copy_threads=threads.copies)
-        try:
+        _refuse_wrapped(registry)
+        check_states(registry, dict(optimizer.state))
+
+        with (
+            ExitStack() as undo
+        ):  # until here, and on any error before the model is touched, it stays as it was
+            self.device: Device = open_device(config, backend, copy_threads=threads.copies)
+            undo.callback(self.device.close)
+            for buffer in model.buffers():
+                self.device.move_buffer(buffer)
             budget = self.device.budget_bytes
             bucket_bytes = sized(config.bucket_bytes) or default_bucket_bytes(registry, budget)
             layouts = plan_layout(registry, bucket_bytes=bucket_bytes)
-            check_budget(layouts, budget)
+            check_budget(registry, layouts, budget, self.device.used_bytes())
             self.timeline = Timeline(
                 time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline
             )
             self.host_budget = HostBudget(sized(config.host_memory), host_limits())
             self._slabs = SlabAllocator(self.host_budget, self.device.pin, self.device.unpin)
+            undo.callback(self._slabs.close)
             self._buckets = [Bucket(layout, self._slabs, self.device) for layout in layouts]
-        except BaseException:
-            self.device.close()
-            raise
+            self._pool = backend.WorkerPool(threads.update)
+            self._cpu_lane = backend.Lane("cpu_update", pool=self._pool)
+            undo.pop_all()
         self._registry = registry
         self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
-        self._pool = backend.WorkerPool(threads.update)
-        self._cpu_lane = backend.Lane("cpu_update", pool=self._pool)
         for bucket in self._buckets:
             bucket.adopt(self.device)
-        for buffer in model.buffers():
-            self.device.move_buffer(buffer)
 
         log = LaneLog(self.timeline, self.device)
         self._lanes = log
@@ -169,6 +189,7 @@ class OffloadEngine:
         ]
         self._isa = backend.isa if backend.name == "native" else backend.name
         self._updates.guard.install()
+        _owners.update((id(entry.param), self) for entry in registry.entries)
         self._closed = False
         for line in self._words:
             _log.info(line)
@@ -278,6 +299,7 @@ class OffloadEngine:
             self._streamer.settle()
             if self._norm is not None and self._norm_backwards == self._gradients.backwards:
                 return self._norm
+            self._check_open()
             return global_norm(self._gradients, self._gradients.settle())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -286,6 +308,8 @@ class OffloadEngine:
 
     def synchronize(self) -> None:
         """Wait until every update, copy and computation is done. Errors of pending work are raised here."""
+        if self._closed:
+            return
         with _no_modes():
             self._streamer.settle()
             self._updates.wait()
@@ -452,28 +476,37 @@ class OffloadEngine:
             raise StateError("this engine is closed; wrap the model again to go on training.")
 
     def close(self) -> None:
-        """Finish pending work, take off all hooks, end all threads. Idempotent.
+        """Finish pending work, take off all hooks, end all threads. Idempotent; never raises, but logs what failed.
 
         The model goes on working as a plain one: its parameters are the host working copies, its adopted optimizer
         has its own methods and the present state.
         """
         if self._closed:
             return
+        assert isinstance(self.optimizer, OffloadOptimizer)
+        for finish in (
+            self.synchronize,
+            self._external.sweep,
+            self._streamer.close,
+            partial(self._residency.evict_idle, keep_resident=False),
+            self.optimizer.detach,
+        ):
+            try:
+                with _no_modes():
+                    finish()
+            except Exception:
+                _log.exception(
+                    "an engine was closed, but some of its work had failed or could not be finished"
+                )
         self._closed = True
-        try:
-            self.synchronize()
-            self._streamer.end_step()
-            self._residency.evict_idle(keep_resident=False)
-        finally:
-            self._updates.guard.remove()
-            self._streamer.close()
-            self.device.set_pressure_handler(None)
-            assert isinstance(self.optimizer, OffloadOptimizer)
-            self.optimizer.detach()
-            self._cpu_lane.close()
-            self._pool.close()
-            self.device.close()
-            self._slabs.close()
+        for entry in self._registry.entries:
+            _owners.pop(id(entry.param), None)
+        self._updates.guard.remove()
+        self.device.set_pressure_handler(None)
+        self._cpu_lane.close()
+        self._pool.close()
+        self.device.close()
+        self._slabs.close()
 
     def __enter__(self) -> OffloadEngine:
         return self

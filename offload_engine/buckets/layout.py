@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 
-from offload_engine.buckets.registry import ParameterEntry, Registry
+from offload_engine.buckets.registry import ParameterEntry, Registry, Unit
 from offload_engine.config import format_bytes
 from offload_engine.errors import DeviceMemoryError
 
@@ -57,10 +58,12 @@ class BucketLayout:
         """Bytes of the working copy."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def device_need_bytes(self) -> int:
-        """Device bytes to train it: working copy, and the gradients of all its parameters."""
-        return self.nbytes * (2 if self.trainable else 1)
+    def title(self) -> str:
+        """Return the bucket's number and modules, for messages."""
+        more = len(self.unit_names) - 6
+        return (
+            f"bucket {self.index} ({', '.join(self.unit_names[:6])}{f' and {more} more' if more > 0 else ''})"
+        )
 
 
 def default_bucket_bytes(registry: Registry, budget_bytes: int | None) -> int:
@@ -130,28 +133,66 @@ def _padded(numel: int) -> int:
     return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL
 
 
-def check_budget(layouts: list[BucketLayout], budget_bytes: int | None) -> None:
-    """Refuse a device budget that cannot hold the neediest bucket.
+def check_budget(
+    registry: Registry, layouts: list[BucketLayout], budget_bytes: int | None, in_use_bytes: int = 0
+) -> None:
+    """Refuse a device budget that cannot hold the neediest module: its buckets, those around it, and its gradients.
+
+    Args:
+        in_use_bytes: what is on the device for good: module buffers.
 
     Raises:
-        DeviceMemoryError: names that bucket's modules, its bytes, and the smallest budget for parameters.
+        DeviceMemoryError: names that module's buckets, their bytes, and the smallest budget without activations.
     """
     if budget_bytes is None or not layouts:
         return
-    neediest = max(layouts, key=lambda layout: layout.device_need_bytes)
-    if neediest.device_need_bytes > budget_bytes:
-        names = neediest.unit_names[:6]
-        more = len(neediest.unit_names) - len(names)
-        gradients = " and as much for its gradients" if neediest.trainable else ""
-        remedy = (
-            "or lower bucket_bytes, so that these modules are not fetched together"
-            if len(neediest.unit_names) > 1
-            else "since the parameters of one module are fetched together"
-        )
-        raise DeviceMemoryError(
-            f"device_memory is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but bucket {neediest.index} "
-            f"({', '.join(names)}{f' and {more} more' if more else ''}) needs {format_bytes(neediest.nbytes)} for its "
-            f"working copy{gradients}. The smallest budget that works is {neediest.device_need_bytes} bytes "
-            f"({format_bytes(neediest.device_need_bytes)}) plus the activations of one micro-batch: raise "
-            f"device_memory, {remedy}."
-        )
+    needs = [_need_of(unit, around, layouts) for unit, around in _nested(registry)]
+    neediest = max(needs, key=lambda need: need.nbytes)
+    smallest = neediest.nbytes + in_use_bytes
+    if smallest <= budget_bytes:
+        return
+    several = any(len(layout.unit_names) > 1 for layout in neediest.layouts)
+    remedy = (
+        "or lower bucket_bytes, so that these modules are not fetched together"
+        if several
+        else "since the parameters of one module, and of those around it, are there together"
+    )
+    parts = [f"{format_bytes(layout.nbytes)} for {layout.title()}" for layout in neediest.layouts]
+    parts.append(f"{format_bytes(neediest.gradient_bytes)} for the gradients of '{neediest.unit.name}'")
+    if in_use_bytes:
+        parts.append(f"{format_bytes(in_use_bytes)} for module buffers")
+    raise DeviceMemoryError(
+        f"device_memory is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but module '{neediest.unit.name}' "
+        f"needs {', '.join(parts)}. The smallest budget that works is {smallest} bytes ({format_bytes(smallest)}) plus "
+        f"the activations of one micro-batch: raise device_memory, {remedy}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    unit: Unit
+    layouts: list[BucketLayout]
+    gradient_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.nbytes for layout in self.layouts) + self.gradient_bytes
+
+
+def _need_of(unit: Unit, around: list[Unit], layouts: list[BucketLayout]) -> _Need:
+    indices = dict.fromkeys(entry.bucket_index for each in (unit, *around) for entry in each.entries)
+    gradient_bytes = sum(
+        _padded(entry.span_numel) * entry.working_dtype.itemsize for entry in unit.entries if entry.trainable
+    )
+    return _Need(unit, [layouts[index] for index in indices], gradient_bytes)
+
+
+def _nested(registry: Registry) -> Iterator[tuple[Unit, list[Unit]]]:
+    """Yield every unit with the units in whose forward it may run."""
+    inside = {
+        id(unit): {id(module) for module in unit.module.modules() if module is not unit.module}
+        for unit in registry.units
+        if unit.contains_units
+    }
+    for unit in registry.units:
+        yield unit, [other for other in registry.units if id(unit.module) in inside.get(id(other), ())]

@@ -2,13 +2,14 @@
 
 from offload_engine.optim.clipping import clip_factor, global_norm, scale_gradients
 from offload_engine.optim.groups import check_optimizer, settings_of
-from offload_engine.optim.optimizer import OffloadOptimizer
+from offload_engine.optim.optimizer import OffloadOptimizer, check_states
 from offload_engine.optim.update import UpdatePipeline
 
 __all__ = [
     "OffloadOptimizer",
     "UpdatePipeline",
     "check_optimizer",
+    "check_states",
     "clip_factor",
     "global_norm",
     "scale_gradients",

@@ -15,9 +15,34 @@ from offload_engine.buckets import Bucket, ParameterEntry, Registry
 from offload_engine.errors import CheckpointError, StateError, UnsupportedError
 from offload_engine.optim.groups import check_optimizer
 
-__all__ = ["OffloadOptimizer"]
+__all__ = ["OffloadOptimizer", "check_states"]
 
 _State = dict[str, torch.Tensor]
+
+
+def check_states(registry: Registry, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    """Refuse states that have no place in the slabs, or that a parameter lacks.
+
+    Raises:
+        CheckpointError: names the parameter and what its state has.
+    """
+    for param, values in state.items():
+        entry = registry.by_param.get(id(param))
+        if entry is None or entry.group is None:
+            continue
+        missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
+        extra = values.keys() - {"step", "exp_avg", "exp_avg_sq"}
+        if missing or extra:
+            raise CheckpointError(
+                f"the state of '{entry.name}' has {sorted(values)}; step, exp_avg and exp_avg_sq are needed and "
+                f"nothing else has a place. Load a state of torch.optim.Adam or AdamW without amsgrad."
+            )
+        for name in ("exp_avg", "exp_avg_sq"):
+            if values[name].shape != entry.shape:
+                raise CheckpointError(
+                    f"{name} of '{entry.name}' has shape {tuple(values[name].shape)}, the parameter "
+                    f"{tuple(entry.shape)}. The state belongs to another model."
+                )
 
 
 class _ParameterState(dict[str, torch.Tensor]):
@@ -221,7 +246,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for key, param in zip(group["params"], params, strict=True)
         }
         state = {by_key[key]: value for key, value in state_dict["state"].items()}
-        self._check_state(state)
+        check_states(self._registry, state)
         for target, source in zip(self.param_groups, groups, strict=True):
             target.update({key: value for key, value in source.items() if key != "params"})
         for entry in self._registry.entries:
@@ -242,27 +267,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "exp_avg_sq": bucket.host_view(entry, bucket.exp_avg_sq),
         }
 
-    def _check_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        for param, values in state.items():
-            entry = self._registry.by_param.get(id(param))
-            if entry is None or entry.group is None:
-                continue
-            missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
-            extra = values.keys() - {"step", "exp_avg", "exp_avg_sq"}
-            if missing or extra:
-                raise CheckpointError(
-                    f"the state of '{entry.name}' has {sorted(values)}; step, exp_avg and exp_avg_sq are needed and "
-                    f"nothing else has a place. Load a state of torch.optim.Adam or AdamW without amsgrad."
-                )
-            for name in ("exp_avg", "exp_avg_sq"):
-                if values[name].shape != entry.shape:
-                    raise CheckpointError(
-                        f"{name} of '{entry.name}' has shape {tuple(values[name].shape)}, the parameter "
-                        f"{tuple(entry.shape)}. The state belongs to another model."
-                    )
-
     def _take_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        self._check_state(state)
+        check_states(self._registry, state)
         with torch.no_grad():
             for param, values in state.items():
                 entry = self._registry.by_param.get(id(param))

@@ -82,8 +82,23 @@ class ExternalChanges:
                 f"wrap with it trainable, and freeze it afterwards)."
             )
 
+    def point_at_host(self, entry: ParameterEntry) -> None:
+        """Make the parameter the host working copy again, with what was written or assigned while on the device.
+
+        Raises:
+            StateError: it was assigned something of another shape or dtype, which is dropped.
+        """
+        param, device = entry.param, entry.device_view
+        value = param.data
+        written = param._version != entry.seen_version or value.data_ptr() != device.data_ptr()
+        if written or value.shape != device.shape or value.stride() != device.stride():
+            self._adopt(entry)
+        else:
+            param.data = entry.host_view
+
     def _adopt(self, entry: ParameterEntry) -> None:
         new = entry.param.data
+        entry.param.data = entry.host_view
         if new.shape != entry.shape:
             raise StateError(
                 f"parameter '{entry.name}' had shape {tuple(entry.shape)} when it was wrapped and has "
@@ -98,7 +113,6 @@ class ExternalChanges:
             )
         if new.data_ptr() == entry.host_address:
             new = new.clone()  # the same memory seen otherwise, transposed for example
-        entry.param.data = entry.host_view
         self.written(entry, new)
 
     def written(self, entry: ParameterEntry, value: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload_engine.buckets import Bucket, ParameterEntry, Registry, Unit
 from offload_engine.device import Device
+from offload_engine.errors import StateError
 from offload_engine.streaming.external import ExternalChanges
 from offload_engine.streaming.gradients import GradientStore
 from offload_engine.streaming.lanelog import LaneLog
@@ -140,6 +141,8 @@ class Streamer:
 
     def close(self) -> None:
         """Take all hooks off. Idempotent."""
+        self.settle()
+        self.end_step()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -197,9 +200,9 @@ class Streamer:
             self._external.sweep()
             self._begin_pass()
             self._phase_start_ns = self._log.timeline.clock()
-        self._stack.append(unit)
         self._registry.check_slots(unit)
         self._hold(unit)
+        self._stack.append(unit)
 
     def _exit(self, unit: Unit, output: Any) -> Any:
         with _no_modes():
@@ -209,7 +212,9 @@ class Streamer:
         """Let go of the unit. Runs also when its forward raised (then `output` is None)."""
         recomputing = _graph_task_id() != -1
         stack = self._recompute_stack if recomputing else self._stack
-        while stack:
+        while (
+            unit in stack
+        ):  # it is not when entering it has failed; what lies above it has been left by an exception
             last = stack.pop()
             if not recomputing:
                 self._let_go(last)
@@ -281,8 +286,6 @@ class Streamer:
                 self._residency.require(bucket)
             except BaseException:
                 self._unhold_buckets(buckets)
-                if self._stack and self._stack[-1] is unit:
-                    self._stack.pop()
                 raise
         for entry in unit.entries:
             if entry.uses == 0:
@@ -299,18 +302,17 @@ class Streamer:
             bucket.uses -= 1
 
     def _let_go(self, unit: Unit) -> None:
+        self._unhold_buckets(self._unit_buckets[id(unit)])
+        failure: StateError | None = None
         for entry in unit.entries:
             entry.uses -= 1
             if entry.uses == 0:
-                self._point_at_host(entry)
-        self._unhold_buckets(self._unit_buckets[id(unit)])
-
-    def _point_at_host(self, entry: ParameterEntry) -> None:
-        param = entry.param
-        if param._version != entry.seen_version or param.data_ptr() != entry.device_view.data_ptr():
-            # Written while on the device (in place, or by assigning data): the host copies follow.
-            self._external.written(entry, param.data)
-        param.data = entry.host_view
+                try:
+                    self._external.point_at_host(entry)
+                except StateError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     # Backward.
 

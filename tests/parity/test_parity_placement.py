@@ -1,4 +1,4 @@
-"""Where buckets lie, when they move and what computes the update changes no bit: losses, masters, moments, gradients."""
+"""Where buckets lie, when they move and what computes the update changes no bit of losses, masters and moments."""
 
 from __future__ import annotations
 

@@ -1,0 +1,537 @@
+"""Mistakes are one clear error each, and leave model, optimizer and engine as they were."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload_engine as oe
+from offload_engine.config import parse_bytes
+from tests.parity.cases import Container, mlp
+from tests.parity.harness import SMALL, Net, adamw, data, one_compute_thread, open_engine
+
+__all__ = ["one_compute_thread"]
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **config: Any) -> oe.OffloadEngine:
+    return oe.OffloadEngine(model, optimizer or adamw(model), oe.EngineConfig(**{**SMALL, **config}))
+
+
+def modes() -> tuple[int, int]:
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+class Untouched:
+    """Remembers a model and its optimizer, and demands that nothing of them has changed."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.before = self.look()
+
+    def look(self) -> Any:
+        hooks = [
+            len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in self.model.modules()
+        ]
+        params = [
+            (id(p), p.dtype, p.data_ptr(), tuple(p.stride()), p.requires_grad)
+            for p in self.model.parameters()
+            if p.layout is torch.strided
+        ]
+        hooked = [bool(p._backward_hooks) for p in self.model.parameters()]
+        return hooks, params, hooked, sorted(self.optimizer.__dict__), type(self.optimizer.state), modes()
+
+    def check(self) -> None:
+        assert self.look() == self.before
+        loss = sum(p.float().square().sum() for p in self.model.parameters() if p.is_floating_point() and not p.is_meta)
+        if loss.requires_grad:
+            loss.backward()
+
+
+def sparse_weight() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.extra = nn.Parameter(torch.eye(3).to_sparse())
+    return model
+
+
+def overlapping() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(torch.ones(3, 1).expand(3, 3))
+    return model
+
+
+def one_memory_twice() -> nn.Module:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def dtyped(dtype: torch.dtype) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=dtype))
+
+
+REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "meta": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), "'1.weight' is on the meta device"),
+    "double": (dtyped(torch.float64), "'1.weight' is torch.float64.*float()"),
+    "complex": (dtyped(torch.complex64), "'1.weight' is torch.complex64"),
+    "sparse": (sparse_weight, "'extra' has layout torch.sparse_coo"),
+    "sparse embedding (U67)": (
+        lambda: nn.ModuleDict({"words": nn.Embedding(7, 3, sparse=True)}),
+        "'words' makes sparse gradients.*sparse=False",
+    ),
+    "overlapping": (overlapping, "'weight' has overlapping memory"),
+    "one memory twice": (one_memory_twice, "'0.weight' and '1.weight' are different objects over the same memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_models_that_are_refused(name: str) -> None:
+    build, message = REFUSED_MODELS[name]
+    model = build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if not p.is_complex()])
+    before = Untouched(model, optimizer)
+    with pytest.raises(oe.UnsupportedError, match=message):
+        wrap(model, optimizer)
+    assert before.look() == before.before
+
+
+class SubclassedAdamW(torch.optim.AdamW):
+    """Might compute anything."""
+
+
+REFUSED_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], type[Exception], str]] = {
+    "SGD": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), oe.UnsupportedError, "SGD; supported are"),
+    "subclass": (lambda m: SubclassedAdamW(m.parameters()), oe.UnsupportedError, "SubclassedAdamW.*exact type"),
+    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), oe.UnsupportedError, "amsgrad=False"),
+    "differentiable": (
+        lambda m: torch.optim.AdamW(m.parameters(), differentiable=True),
+        oe.UnsupportedError,
+        "differentiable=False",
+    ),
+    "foreign parameter": (
+        lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.zeros(5, 7))]),
+        oe.StateError,
+        r"group 0 .* position 4 .* shape \(5, 7\)",
+    ),
+    "another model's": (
+        lambda m: torch.optim.AdamW(nn.Linear(3, 3).parameters()),
+        oe.StateError,
+        "trainable parameter of shape .* that the model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
+def test_optimizers_that_are_refused(name: str) -> None:
+    make, kind, message = REFUSED_OPTIMIZERS[name]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before = Untouched(model, make(model))
+    with pytest.raises(kind, match=message):
+        wrap(model, before.optimizer)
+    before.check()
+
+
+def test_wrapping_twice() -> None:
+    model = mlp()
+    with open_engine(model) as engine:
+        with pytest.raises(oe.StateError, match="already wrapped.*close"):
+            wrap(model)
+        engine.backward(engine(data(0, 0, 5, 15)).square().mean())
+        engine.step()
+    with open_engine(model) as engine:
+        engine.backward(engine(data(0, 0, 5, 15)).square().mean())
+        engine.step()
+
+
+# Budgets.
+
+
+def test_budget_below_one_bucket() -> None:
+    """The error names the modules, the bytes and the smallest budget; with that and the activations it works."""
+    model = nn.Sequential(nn.Linear(15, 17), nn.ReLU(), nn.Linear(17, 257), nn.ReLU(), nn.Linear(257, 1))
+    optimizer = adamw(model)
+    before = Untouched(model, optimizer)
+    with pytest.raises(oe.DeviceMemoryError) as caught:
+        wrap(model, optimizer, device_memory="20KiB")
+    message = str(caught.value)
+    weights = 4 * (4384 + 288)  # weight 17 x 257 and bias 257, each padded to a multiple of 32
+    assert "20.0 KiB (20480 bytes)" in message and re.search(r"bucket \d+ \(2\)", message), message
+    smallest = int(re.search(r"smallest budget that works is (\d+) bytes", message).group(1))
+    assert smallest == 2 * weights
+    before.check()
+    with open_engine(model, device_memory="1GiB") as roomy:
+        roomy.backward(roomy(data(0, 0, 5, 15)).square().mean())
+        activations = 4 * 5 * (15 + 2 * 17 + 3 * 257 + 16)
+    with open_engine(model, device_memory=smallest + activations) as engine:
+        for step in range(3):
+            engine.backward(engine(data(step, 0, 5, 15)).square().mean())
+            engine.step()
+        assert engine.device_peak_bytes <= smallest + activations
+
+
+@pytest.mark.parametrize("build", [lambda: Container(3), lambda: nn.TransformerEncoderLayer(15, 3, 33, 0.0), mlp])
+def test_the_smallest_budget_of_the_message_works(build: Callable[[], nn.Module]) -> None:
+    """Modules with parameters of their own are held while those inside them run: all of it counts."""
+    torch.manual_seed(0)
+    model = build()
+    x = torch.randn(2, 15)
+    with pytest.raises(oe.DeviceMemoryError) as caught:
+        wrap(model, device_memory=600)
+    smallest = int(re.search(r"smallest budget that works is (\d+) bytes", str(caught.value)).group(1))
+    with open_engine(model, device_memory="1GiB", keep_resident=True) as roomy:
+        roomy.backward(roomy(x).square().mean())
+        total = sum(bucket.nbytes for bucket in roomy._buckets)
+        other = roomy.device_peak_bytes - total
+    with open_engine(model, device_memory=smallest + other) as engine:
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    with pytest.raises(oe.DeviceMemoryError):
+        wrap(model, device_memory=smallest - 1)
+
+
+def test_buffers_that_do_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(15, 17), nn.BatchNorm1d(17))
+    model.register_buffer("table", torch.zeros(100_000))
+    optimizer = adamw(model)
+    before = Untouched(model, optimizer)
+    with pytest.raises(oe.DeviceMemoryError, match="buffer.*390.6 KiB|390.6 KiB.*buffer"):
+        wrap(model, optimizer, device_memory="64KiB")
+    before.check()
+
+
+def test_host_memory_too_small() -> None:
+    model = nn.Sequential(nn.Linear(15, 17), nn.Linear(17, 257))
+    optimizer = adamw(model)
+    before = Untouched(model, optimizer)
+    with pytest.raises(oe.HostMemoryError, match="host_memory") as caught:
+        wrap(model, optimizer, host_memory="16KiB")
+    assert re.search(r"at least [0-9.]+ KiB \((\d+) bytes\)", str(caught.value))
+    before.check()
+    model.zero_grad()
+    with open_engine(model) as engine:
+        needed = engine.summary()["host_slab_bytes"]
+    with open_engine(model, host_memory=needed) as engine:
+        engine.backward(engine(data(0, 0, 5, 15)).square().mean())
+        engine.step()
+    with pytest.raises(oe.HostMemoryError):
+        wrap(model, adamw(model), host_memory=needed - 1)
+
+
+@pytest.mark.parametrize("config", [{"kernels": "native", "isa": "neon"}, {"threads": {"update": -1}}])
+def test_bad_config_leaves_the_model_alone(config: dict[str, Any]) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    before = Untouched(model, optimizer)
+    with pytest.raises(oe.ConfigError):
+        wrap(model, optimizer, **config)
+    before.check()
+
+
+# In the middle of things: training goes on afterwards with the right numbers.
+
+
+class Trips(nn.Module):
+    """Raises in forward or backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.trip = nn.Linear(33, 33), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trip == "forward":
+            raise ZeroDivisionError("in forward")
+        y = self.layer(x)
+        if self.trip == "backward" and y.requires_grad:
+            y.register_hook(self.raises)
+        return y
+
+    @staticmethod
+    def raises(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+
+def tripping() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(15, 33), Trips(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 1))
+
+
+def loss_of(net: Any, step: int, rows: int = 5) -> torch.Tensor:
+    return net(data(step, 0, rows, 15)).float().square().mean()
+
+
+def tripped(wrapped: bool, where: str, then: str, precision: str, plain_backward: bool) -> Net:
+    """Train five steps; in the third something raises, and the user zeroes gradients, retries, or just goes on."""
+    config = oe.EngineConfig(**SMALL, precision=precision, device_memory="30KiB") if wrapped else None
+    net = Net(tripping(), adamw, config, precision, True)
+    for step in range(5):
+        if step == 2:
+            net.backward(loss_of(net, 20))  # a first micro-batch, which stays
+            net.model[1].trip = where
+            with pytest.raises(ZeroDivisionError):
+                loss = loss_of(net, 21)
+                loss.backward() if plain_backward else net.backward(loss)
+            net.model[1].trip = ""
+            if then == "zero":
+                net.optimizer.zero_grad()
+                if not wrapped:
+                    for p in net.working.values():
+                        p.grad = None
+            elif not wrapped:
+                net.collect()
+        net.backward(loss_of(net, step))
+        net.step()
+        net.optimizer.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("then", ["zero", "go on"])
+@pytest.mark.parametrize(("where", "plain_backward"), [("forward", False), ("backward", False), ("backward", True)])
+def test_an_exception_of_the_model(where: str, plain_backward: bool, then: str, precision: str) -> None:
+    expected = tripped(False, where, then, precision, plain_backward)
+    net = tripped(True, where, then, precision, plain_backward)
+    try:
+        for name, value in net.parameters().items():
+            assert torch.equal(value, expected.masters[name]), name
+        assert net.engine.device_bytes == 0 or net.engine.device_bytes <= 4 * 15 * 33
+    finally:
+        net.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [300, 120, 90])
+def test_out_of_memory_then_a_smaller_batch(rows: int, precision: str) -> None:
+    """The batch does not fit in forward or in backward; the next, smaller one does, with the right numbers."""
+    plain = Net(tripping(), adamw, None, precision, True)
+    net = Net(tripping(), adamw, oe.EngineConfig(**SMALL, precision=precision, device_memory="52KiB"), precision, True)
+    levels = []
+    for step in range(4):
+        if step == 1:
+            with pytest.raises(torch.OutOfMemoryError, match="device budget of 52.0 KiB does not hold") as caught:
+                net.backward(loss_of(net, 99, rows * (1 if precision == "fp32" else 2)))
+            assert "smaller micro-batch" in str(caught.value) and isinstance(caught.value, oe.DeviceMemoryError)
+            del caught
+            net.optimizer.zero_grad()
+        for each in (plain, net):
+            each.backward(loss_of(each, step))
+            each.step()
+            each.optimizer.zero_grad()
+        levels.append(net.engine.device_bytes)
+    assert len(set(levels)) == 1, levels
+    for name, value in net.parameters().items():
+        assert torch.equal(value, plain.masters[name]), name
+    net.close()
+
+
+def test_an_exception_that_the_model_catches_itself() -> None:
+    """A model with a fallback: the failed part's modules are let go, the others go on."""
+
+    class Fallback(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(15))
+            self.bad, self.good = tripping(), nn.Linear(15, 1)
+            self.bad[1].trip = "forward"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                y = self.bad(x)
+            except ZeroDivisionError:
+                y = self.good(x * self.scale)
+            return y * self.scale.sum()
+
+    plain = Net(Fallback(), adamw, None, "fp32", True)
+    torch.manual_seed(3)
+    net = Net(Fallback(), adamw, oe.EngineConfig(**SMALL, memory_ledger=False), "fp32", True)
+    net.model.load_state_dict(plain.model.state_dict())
+    for step in range(3):
+        for each in (plain, net):
+            each.backward(loss_of(each, step))
+            each.step()
+            each.optimizer.zero_grad()
+    for name, value in net.parameters().items():
+        assert torch.equal(value, plain.masters[name]), name
+    net.close()
+
+
+# Changes after wrapping.
+
+
+def replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(33, 15))
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "replaced": (replace, r"'0.weight' \(shape \(33, 15\)\) was replaced by another object"),
+    "removed": (lambda m: setattr(m[0], "bias", None), "'0.bias' .* was removed after wrapping"),
+    "other shape": (lambda m: setattr(m[0].bias, "data", torch.zeros(34)), r"'0.bias' had shape \(33,\) .* \(34,\) now"),
+    "a part of itself": (lambda m: setattr(m[0].bias, "data", m[0].bias.data[:32]), r"\(33,\) .* \(32,\) now"),
+    "reshaped": (lambda m: setattr(m[0].bias, "data", m[0].bias.data.view(3, 11)), r"\(33,\) .* \(3, 11\) now"),
+    "half": (lambda m: m.half(), "torch.float16 now.*precision"),
+    "double": (lambda m: m.double(), "torch.float64 now"),
+    "unfrozen": (lambda m: m[2].bias.requires_grad_(), "'2.bias' was frozen when it was wrapped"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    # What is replaced is noticed by the next forward only: the engine's own parameters are still there.
+    [(name, at) for name in CHANGES for at in ("forward", "step") if (at, name[:2]) != ("step", "re") or "sh" in name],
+)
+def test_changes_after_wrapping(name: str, at: str) -> None:
+    change, message = CHANGES[name]
+    model = nn.Sequential(nn.Linear(15, 33), nn.Tanh(), nn.Linear(33, 1))
+    model[2].bias.requires_grad_(False)
+    with open_engine(model) as engine:
+        engine.backward(loss_of(engine, 0))
+        if at == "forward":
+            engine.step()
+        change(model)
+        with pytest.raises(oe.StateError, match=message):
+            engine.step() if at == "step" else engine(data(0, 0, 5, 15))
+        assert not engine._streamer._stack and all(bucket.uses == 0 for bucket in engine._buckets)
+
+
+class Reshapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        self.weight.data = self.weight.data[:1]  # would broadcast
+        return y
+
+
+def test_a_shape_changed_in_forward() -> None:
+    model = Reshapes()
+    with open_engine(model) as engine:
+        with pytest.raises(oe.StateError, match=r"'weight' had shape \(3, 5\) .* \(1, 5\) now"):
+            engine(torch.ones(2, 3))
+        assert model.weight.shape == (3, 5) and engine._buckets[0].uses == 0
+
+
+def test_frozen_after_wrapping() -> None:
+    """Freezing is allowed at any time: no gradient, no update, no error; unfreezing the same one, too."""
+    plain = Net(tripping(), adamw, None, "fp32", True)
+    net = Net(tripping(), adamw, oe.EngineConfig(**SMALL), "fp32", True)
+    for step in range(6):
+        for each in (plain, net):
+            each.model[2].requires_grad_(step not in (2, 3))
+            each.backward(loss_of(each, step))
+            each.step()
+            each.optimizer.zero_grad()
+    for name, value in net.parameters().items():
+        assert torch.equal(value, plain.masters[name]), name
+    net.close()
+
+
+def test_add_param_group_after_wrapping() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with open_engine(model, optimizer) as engine:
+        for each in (engine.optimizer, optimizer):
+            with pytest.raises(oe.UnsupportedError, match="add all groups to the torch optimizer first"):
+                each.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_create_graph_in_backward() -> None:
+    model = mlp()
+    with open_engine(model) as engine:
+        loss = loss_of(engine, 0)
+        with pytest.raises(oe.UnsupportedError, match=r"create_graph=True.*torch.autograd.grad"):
+            loss.backward(create_graph=True)
+        engine.zero_grad()
+        engine.backward(loss_of(engine, 0))
+
+
+def test_backward_after_step_is_torchs_own_error() -> None:
+    """A graph made before the step must not be used after it: in torch, too, if an update wrote what it needs."""
+    model = mlp()
+    with open_engine(model) as engine:
+        first, second = loss_of(engine, 0), loss_of(engine, 1)
+        engine.backward(first)
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(second)
+        engine.zero_grad()
+        engine.backward(loss_of(engine, 2))
+        engine.step()
+
+
+# The end.
+
+
+def test_closed_engine(tmp_path: Any) -> None:
+    model = mlp()
+    engine = wrap(model)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    kept = loss_of(engine, 1)
+    engine.close()
+    engine.close()
+    for act in (
+        lambda: engine(data(0, 0, 5, 15)),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.step,
+        engine.optimizer.step,
+        lambda: engine.clip_grad_norm_(1.0),
+        lambda: engine.save(tmp_path / "x"),
+        lambda: engine.load(tmp_path / "x"),
+        lambda: engine.full_parameters().__enter__(),
+    ):
+        with pytest.raises(oe.StateError, match="closed"):
+            act()
+    with pytest.raises(oe.OffloadEngineError, match="closed"):
+        kept.backward()
+
+
+def test_facts_of_a_closed_engine() -> None:
+    """What describes a run can be asked for after it."""
+    model = mlp()
+    with open_engine(model, timeline=True) as engine:
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        before = engine.summary()
+    after = engine.summary()
+    assert after["fetches"] == before["fetches"] and after["steps"] == 1
+    assert engine.describe() and engine.device_bytes == 0
+
+
+def test_the_model_is_a_plain_one_after_close() -> None:
+    model, optimizer = mlp(), None
+    optimizer = adamw(model)
+    plain = Net(mlp(), adamw, None, "fp32", False)
+    plain.model.load_state_dict(model.state_dict())
+    with open_engine(model, optimizer) as engine:
+        for step in range(2):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            engine.zero_grad()
+    for step in range(2):
+        plain.backward(loss_of(plain, step))
+        plain.step()
+        plain.optimizer.zero_grad()
+    assert type(optimizer.state).__name__ == "defaultdict" and "step" not in optimizer.__dict__
+    for step in (2, 3):
+        for each, opt in ((model, optimizer), (plain.model, plain.optimizer)):
+            loss_of(each, step).backward()
+            opt.step()
+            opt.zero_grad()
+    for a, b in zip(model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_size_texts() -> None:
+    """Budgets take text with units; other text is an error with the units."""
+    assert oe.EngineConfig(device_memory="1.5KiB").device_memory == 1536 == parse_bytes("1536B")
+    with pytest.raises(oe.ConfigError, match="unknown unit 'G'"):
+        oe.EngineConfig(device_memory="6G")
