@@ -200,10 +200,21 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSection(EngineConfig):
-    """[engine]: every field of `EngineConfig`, and the switch."""
+    """[engine]: every field of `EngineConfig`, and the switch to plain PyTorch."""
 
     enabled: bool = True
     """False: the same job in plain PyTorch with `torch.optim.AdamW`, the reference of every comparison."""
+    reference_update: Literal["auto", "torch", "rounded"] = "auto"
+    """With `enabled` = false: "torch" takes `torch.optim.AdamW` as it is; "rounded" the same formula with every
+    operation rounded by itself, as the engine does, which gives the engine's bits. "auto": "torch" in fp32, "rounded"
+    in bf16, where losses of two runs that differ in one bit are soon a percent apart."""
+
+    @property
+    def update(self) -> Literal["torch", "rounded"]:
+        """How plain PyTorch updates: `reference_update` with "auto" resolved."""
+        if self.reference_update != "auto":
+            return self.reference_update
+        return "rounded" if self.precision == "bf16" else "torch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Plain PyTorch behind the engine's verbs: the reference of every comparison. Used when `engine.enabled` is false.
+"""Plain PyTorch behind the engine's verbs: the reference of every comparison, for `engine.enabled` = false.
 
 In bf16 it does by hand what the engine does on the host: bf16 working parameters in the model, each micro-batch's
-gradient added in fp32, `torch.optim.AdamW` on fp32 masters, the result rounded back to bf16 once per step.
+gradient added in fp32, the optimizer on fp32 masters, the result rounded back to bf16 once per step.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class PlainTrainer:
 
     def describe(self) -> list[str]:
         """Return one line for the log."""
-        return [f"engine off: plain PyTorch on {self.device}, torch.optim.{type(self.optimizer).__name__}"]
+        return [f"engine off: plain PyTorch on {self.device} with {type(self.optimizer).__name__}"]
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -22,7 +22,7 @@ _FREE_KEYS = {
     "train.sample_temperature",
 }
 _FREE_SECTION = "engine."
-_FIXED_ENGINE_KEYS = {"engine.precision", "engine.enabled"}
+_FIXED_ENGINE_KEYS = {"engine.precision", "engine.enabled", "engine.reference_update"}
 
 
 def check_same_job(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from offload_engine.config import EngineConfig
 from offload_engine.training.config import EngineSection, JobConfig, TrainConfig
 from offload_engine.training.models import build_model
 from offload_engine.training.reference import PlainTrainer
+from offload_engine.training.rounded_adamw import RoundedAdamW
 from offload_engine.training.tokenizers import Tokenizer
 from offload_engine.training.trainer import Trainer
 
@@ -23,7 +24,8 @@ def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
     """Return the engine, or plain PyTorch where it is off, around a seeded model; and the tokenizer."""
     torch.manual_seed(job.run.seed)
     model, tokenizer = build_model(job.model, job.data.tokenizer)
-    optimizer = make_optimizer(model, job.train)
+    rounded = not job.engine.enabled and job.engine.update == "rounded"
+    optimizer = make_optimizer(model, job.train, RoundedAdamW if rounded else torch.optim.AdamW)
     if not job.engine.enabled:
         if job.engine.threads.compute:
             torch.set_num_threads(job.engine.threads.compute)
@@ -40,7 +42,9 @@ def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
     return OffloadEngine(model, optimizer, _engine_config(job.engine)), tokenizer
 
 
-def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, train: TrainConfig, adamw: type[torch.optim.AdamW] = torch.optim.AdamW
+) -> torch.optim.AdamW:
     """Return AdamW with two groups: matrices with weight decay; norms, biases and embeddings without."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -50,9 +54,7 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         {"params": decayed, "weight_decay": train.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps
-    )
+    return adamw([g for g in groups if g["params"]], lr=train.lr, betas=train.betas, eps=train.eps)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:

@@ -42,7 +42,11 @@ def test_overrides_reach_every_section() -> None:
 
 def test_engine_section_has_every_engine_field() -> None:
     names = [field.name for field in dataclasses.fields(EngineSection)]
-    assert names == [*(field.name for field in dataclasses.fields(EngineConfig)), "enabled"]
+    assert names == [
+        *(field.name for field in dataclasses.fields(EngineConfig)),
+        "enabled",
+        "reference_update",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_every_field_is_documented(cls: type) -> None:
         ({"train": {"steps": 1, "lr": "fast"}}, ["train.lr", "fast"]),
         ({"train": {"steps": 1, "lr": -1.0}}, ["train.lr", "-1.0"]),
         ({"train": {"steps": 1, "betas": [0.9, 1.0]}}, ["train.betas", "1.0"]),
-        ({"engine": {"enable": True}}, ["engine.enable", "enabled"]),
+        ({"engine": {"enable": True}}, ["engine.enable", "enabled", "reference_update"]),
         ({"engine": {"device_memory": "12MiBs"}}, ["engine.device_memory", "MiBs"]),
         ({"engine": {"max_grad_norm": 1.0}}, ["engine.max_grad_norm", "train.clip"]),
     ],

@@ -70,7 +70,10 @@ def summary(config: JobConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "block", "block_reentrant"])
 def test_fp32_losses_are_those_of_plain_pytorch(tmp_path: Path, checkpointing: str, tied: bool) -> None:
-    changes: dict[str, Any] = {"model__activation_checkpointing": checkpointing, "model__tie_embeddings": tied}
+    changes: dict[str, Any] = {
+        "model__activation_checkpointing": checkpointing,
+        "model__tie_embeddings": tied,
+    }
     if checkpointing == "none":
         changes["engine__device_memory"] = 2 * BUDGET_BYTES
     plain, engine = (
@@ -88,9 +91,21 @@ def test_fp32_losses_are_those_of_plain_pytorch(tmp_path: Path, checkpointing: s
     assert ends["heldout_loss_after"] == pytest.approx(summary(plain)["heldout_loss_after"], rel=1e-4)
 
 
-def test_bf16_losses_are_those_of_fp32_masters_with_bf16_copies(tmp_path: Path) -> None:
-    plain = job(tmp_path, "plain", engine__enabled=False, engine__precision="bf16")
-    engine = job(tmp_path, "engine", engine__precision="bf16")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_the_same_roundings_every_bit_is_that_of_plain_pytorch(tmp_path: Path, precision: str) -> None:
+    changes = {"engine__precision": precision, "train__steps": 20}
+    plain = job(tmp_path, "plain", engine__enabled=False, engine__reference_update="rounded", **changes)
+    engine = job(tmp_path, "engine", **changes)
+    for config in (plain, engine):
+        run_job(config)
+    assert losses(engine) == losses(plain)
+    assert summary(engine)["heldout_loss_after"] == summary(plain)["heldout_loss_after"]
+
+
+def test_bf16_starts_out_as_torch_s_adamw_on_fp32_masters(tmp_path: Path) -> None:
+    changes = {"engine__precision": "bf16", "train__steps": 6}
+    plain = job(tmp_path, "plain", engine__enabled=False, engine__reference_update="torch", **changes)
+    engine = job(tmp_path, "engine", **changes)
     for config in (plain, engine):
         run_job(config)
     assert losses(engine) == pytest.approx(losses(plain), rel=1e-3)

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload_engine.errors import CheckpointError
 from offload_engine.training.reference import PlainTrainer
+from offload_engine.training.rounded_adamw import RoundedAdamW
 
 
 def model() -> nn.Sequential:
@@ -144,3 +145,17 @@ def test_summary_has_the_engine_keys_without_values() -> None:
     assert summary["device_budget_bytes"] is None
     assert summary["bytes_by_lane"] == {}
     assert summary["host_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+def test_rounded_adamw_is_torch_s_adamw_but_for_roundings(beta1: float) -> None:
+    models = model(), model()
+    options = {"lr": 0.01, "betas": (beta1, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    for net, kind in zip(models, (torch.optim.AdamW, RoundedAdamW), strict=True):
+        adamw = kind(net.parameters(), **options)  # type: ignore[arg-type]
+        for index, (x, _) in enumerate(inputs(5, 2)):
+            for number, parameter in enumerate(net.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.1 * number) * x.mean() + index
+            adamw.step()
+    for a, b in zip(*(net.parameters() for net in models), strict=True):
+        assert (a - b).abs().max() <= 1e-6 * max(a.abs().max().item(), 0.01)

@@ -1,0 +1,54 @@
+"""AdamW in plain torch operations, each rounded by itself: the engine's update without the engine.
+
+`torch.optim.AdamW` fuses some multiplications and additions into one rounding, depending on the processor; the
+engine's kernels never do. With this optimizer a plain loop gives the engine's bits, also over hundreds of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload_engine.errors import UnsupportedError
+
+__all__ = ["RoundedAdamW"]
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the engine's order of roundings; groups and state are the same.
+
+    Numerics: one rounding to fp32 per operation. The scalars come from the step counter in double and are rounded
+    once. `amsgrad` and `maximize` are not supported.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients of all groups. `closure` is not supported."""
+        if closure is not None:
+            raise UnsupportedError("RoundedAdamW takes no closure; call it after backward.")
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                t = int(state["step"])
+                m, v, grad = state["exp_avg"], state["exp_avg_sq"], p.grad
+                p.mul_(1 - lr * group["weight_decay"])
+                # As torch's lerp does, from the nearer end.
+                if beta1 > 0.5:
+                    m.add_((grad - m).mul_(1 - beta1))
+                else:
+                    m.copy_(grad - (grad - m).mul_(beta1))
+                v.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))
+                # By way of double: torch's own fp32 square root is not always the nearest fp32 number on CPUs.
+                root = v.double().sqrt_().float()
+                denominator = root.div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
+                p.add_((m * (-lr / (1 - beta1**t))).div_(denominator))
