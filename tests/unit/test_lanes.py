@@ -139,14 +139,14 @@ def test_throttle_holds_its_rate(backend, pooled):
 
 
 def test_throttle_is_per_lane_and_for_copies_only(backend):
-    slow, fast = backend.Lane("slow", gbps=0.001), backend.Lane("fast")
+    slow, fast = backend.Lane("slow", gbps=1e-4), backend.Lane("fast")
     x = torch.ones(20_000)
     throttled = slow.copy([torch.zeros_like(x)], [x])
     assert fast.copy([torch.zeros_like(x)], [x]).wait(5.0)
     assert not throttled.done() and throttled.wait(5.0)
     event = slow.accumulate(torch.zeros_like(x), x)
     event.wait()
-    assert event.end_ns - event.start_ns < 40e6
+    assert event.end_ns - event.start_ns < 400e6
     for lane in (slow, fast):
         lane.close()
 
