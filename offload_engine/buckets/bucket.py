@@ -43,8 +43,8 @@ def state_bytes(layout: BucketLayout) -> int:
 class Bucket:
     """One run of parameters.
 
-    Owns: a transfer slab (working copy and gradient; pinned where the device can), a state slab (master unless the
-    working copy is fp32 and so is the master itself, both moments), one device buffer.
+    Owns: slabs for working copy and gradient (pinned where the device can), for the master unless the working copy is
+    fp32 and so is the master itself, and for both moments; one device buffer.
     """
 
     def __init__(self, layout: BucketLayout, slabs: SlabAllocator, device: Device) -> None:
@@ -54,26 +54,28 @@ class Bucket:
         self.name = f"{layout.index}:{layout.unit_names[0]}"
         self.numel = layout.numel
         self.nbytes = layout.nbytes
-        copies = 2 if layout.trainable else 1
-        transfer_slab = slabs.allocate(f"bucket {self.name} (working copy, gradient)", copies * self.nbytes)
-        self.working = transfer_slab[: self.nbytes].view(layout.dtype)
-        self.grad = transfer_slab[self.nbytes :].view(layout.dtype) if layout.trainable else None
+        # Each array in a slab of its own: whoever saves a tensor saves its whole storage, and that is then no more than
+        # the bucket's values, without gradients or moments beside them.
+        self.slabs: dict[str, torch.Tensor] = {}
+
+        def take(kind: str, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+            name = f"{kind} of bucket {self.name}"
+            slab = slabs.allocate(name, self.numel * dtype.itemsize, pinned=pinned)
+            self.slabs[kind] = slab
+            return slab.view(dtype)
+
+        self.working = take("working copy", layout.dtype, pinned=True)
+        self.grad = take("gradient", layout.dtype, pinned=True) if layout.trainable else None
         self.accumulator: torch.Tensor | None = None
         """fp32 gradient sum of a bf16 bucket, allocated when a second micro-batch arrives."""
         self.master: torch.Tensor | None = None
         self.exp_avg: torch.Tensor | None = None
         self.exp_avg_sq: torch.Tensor | None = None
-        self.slabs = [transfer_slab]
         if layout.optimized:
             is_own_master = layout.dtype is torch.float32
-            parts = 2 if is_own_master else 3
-            state_slab = slabs.allocate(
-                f"bucket {self.name} (optimizer states)", parts * 4 * self.numel, pinned=False
-            )
-            states = state_slab.view(torch.float32).view(parts, self.numel)
-            self.exp_avg, self.exp_avg_sq = states[0], states[1]
-            self.master = self.working if is_own_master else states[2]
-            self.slabs.append(state_slab)
+            self.master = self.working if is_own_master else take("master", torch.float32, pinned=False)
+            self.exp_avg = take("exp_avg", torch.float32, pinned=False)
+            self.exp_avg_sq = take("exp_avg_sq", torch.float32, pinned=False)
 
         self.buffer = device.new_buffer(f"bucket {self.name}", self.nbytes)
         self.device_flat: torch.Tensor = torch.empty(0)

@@ -185,7 +185,7 @@ def _beside_wide_statistics(model: nn.Module) -> set[int]:
 
 
 def _working_dtype(param: nn.Parameter, precision: torch.dtype, wide: bool) -> torch.dtype:
-    """Return the compute dtype of a parameter: `precision`, except integers, float64, float8 (frozen ones), and `wide`."""
+    """Return the compute dtype of a parameter: `precision`, unless frozen integers, float64 or float8, or `wide`."""
     if param.dtype not in _TRAINED:
         return param.dtype
     return torch.float32 if wide else precision

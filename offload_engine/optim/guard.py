@@ -68,8 +68,12 @@ class ReadGuard(TorchFunctionMode):
         self._wait = wait
         self._touched = touched
         # Held storages keep their ids: torch has one Python object per memory block as long as somebody holds it.
-        self._storages = [(slab.untyped_storage(), bucket) for bucket in buckets for slab in bucket.slabs]
-        self._bucket_of = {id(storage): bucket for storage, bucket in self._storages}
+        self._storages = [
+            (slab.untyped_storage(), bucket, kind)
+            for bucket in buckets
+            for kind, slab in bucket.slabs.items()
+        ]
+        self._slab_of = {id(storage): (bucket, kind) for storage, bucket, kind in self._storages}
         self._kinds: dict[Any, int] = dict.fromkeys(_metadata_functions(), _METADATA)
         self._threads: set[int] = set()
 
@@ -85,7 +89,7 @@ class ReadGuard(TorchFunctionMode):
         if threading.get_ident() in self._threads:
             remove_mode(self)
         self._threads.clear()
-        self._bucket_of.clear()
+        self._slab_of.clear()
         self._storages.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,11 +107,12 @@ class ReadGuard(TorchFunctionMode):
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and value.device.type == "cpu":
-                    bucket = self._bucket_of.get(id(value.untyped_storage()))
-                    if bucket is not None:
+                    slab = self._slab_of.get(id(value.untyped_storage()))
+                    if slab is not None:
+                        bucket, kind = slab
                         if bucket.pending_update is not None:
                             self._wait(bucket)
                         if writes:
-                            self._touched.note(bucket, value)
+                            self._touched.note(bucket, kind)
             elif isinstance(value, tuple | list):
                 self._look(value, writes)

@@ -51,8 +51,9 @@ class _ParameterState(dict[str, torch.Tensor]):
     def __setitem__(self, key: str, value: torch.Tensor | float) -> None:
         own = self.get(key)
         if own is None:
+            present = ", ".join(self) or "nothing before its first step"
             raise StateError(
-                f"a parameter's state has no place for '{key}': it has {', '.join(self) or 'nothing before its first step'}. "
+                f"a parameter's state has no place for '{key}': it has {present}. "
                 f"Only step, exp_avg and exp_avg_sq are kept; use optimizer.load_state_dict to set them before a step."
             )
         with torch.no_grad():
@@ -182,7 +183,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             adopted.__dict__[function.__name__] = MethodType(function, adopted)
 
     def detach(self) -> None:
-        """Give the adopted optimizer its own methods back, with a copy of the present state. Idempotent."""
+        """Give the adopted optimizer its own methods back, and the present state (the slabs' memory). Idempotent."""
         adopted = self._adopted
         if not self._replaced:
             return
@@ -194,7 +195,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state = self._adopted_state
         state.clear()
         for param, values in self.state.items():
-            state[param] = {key: value.clone() for key, value in values.items()}
+            state[param] = dict(values)
         adopted.state = state
 
     # torch.optim.Optimizer.

@@ -29,14 +29,10 @@ class Touched:
         self.states: set[int] = set()
         """Masters that are not the working copy, and moments."""
 
-    def note(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Note a write to `tensor`, which lies in one of the bucket's slabs."""
-        if len(bucket.slabs) > 1 and tensor.untyped_storage() is bucket.slabs[1].untyped_storage():
-            self.states.add(bucket.index)
-        elif tensor.storage_offset() * tensor.element_size() < bucket.nbytes:
-            self.values.add(bucket.index)
-        else:
-            self.gradients.add(bucket.index)
+    def note(self, bucket: Bucket, kind: str) -> None:
+        """Note a write to one of the bucket's slabs (see `Bucket.slabs`)."""
+        kinds = {"working copy": self.values, "gradient": self.gradients}
+        kinds.get(kind, self.states).add(bucket.index)
 
 
 class ExternalChanges:
