@@ -35,6 +35,7 @@ from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss
 from offload_engine.optim import (
     OffloadOptimizer,
     UpdatePipeline,
+    check_groups,
     check_optimizer,
     check_states,
     clip_factor,
@@ -251,6 +252,7 @@ class OffloadEngine:
             if self.max_grad_norm is not None:
                 norm = self._keep_norm(global_norm(self._gradients, entries))
                 scale = clip_factor(norm, self.max_grad_norm)
+            check_groups(self.optimizer.param_groups)
             settings = {
                 id(group): settings_of(group, self._optimizer_kind) for group in self.optimizer.param_groups
             }

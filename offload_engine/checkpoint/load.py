@@ -44,9 +44,11 @@ def load_state(
     """
     folder = resolve(path)
     described = read_json(folder / ENGINE_FILE)
+    _check_description(described)
     with (
         open_tensors(folder / MODEL_FILE) as model_file,
         open_tensors(folder / OPTIMIZER_FILE) as moments_file,
+        open_tensors(folder / GENERATOR_FILE) as generator_file,
     ):
         buffers = persistent_buffers(model)
         shapes = {entry.name: tuple(entry.shape) for entry in registry.entries}
@@ -59,8 +61,14 @@ def load_state(
             for key in ("exp_avg", "exp_avg_sq")
         }
         _check(moments_file, moment_shapes, OPTIMIZER_FILE)
+        _check_counters(described, registry)
         saved_groups = described["param_groups"]
         _check_groups(saved_groups, groups, registry)
+        generators = {name: generator_file.get(name) for name in generator_file.keys()}
+        if "cpu" not in generators:
+            raise CheckpointError(
+                f"{GENERATOR_FILE} has no state 'cpu'; it is damaged. Load an older checkpoint."
+            )
 
         with torch.no_grad():
             for entry in registry.entries:
@@ -83,11 +91,34 @@ def load_state(
                 buffer.copy_(model_file.get(name))
     for group, saved in zip(groups, saved_groups, strict=True):
         for key, value in saved.items():
-            if key != "params":
+            if key == "params":
+                continue
+            present = group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)  # a learning rate that others hold as a tensor
+            else:
                 group[key] = tuple(value) if isinstance(value, list) else value
-    with open_tensors(folder / GENERATOR_FILE) as generator_file:
-        generators = {name: generator_file.get(name) for name in generator_file.keys()}
     return described["facts"], generators
+
+
+def _check_description(described: Any) -> None:
+    keys = ("parameters", "param_groups", "facts")
+    missing = [key for key in keys if key not in described] if isinstance(described, dict) else list(keys)
+    if missing:
+        raise CheckpointError(
+            f"{ENGINE_FILE} has no '{missing[0]}'; it is damaged. Load an older checkpoint."
+        )
+    if not {"steps", "extra"} <= described["facts"].keys():
+        raise CheckpointError(f"{ENGINE_FILE} lacks 'steps' or 'extra' of its facts; it is damaged.")
+
+
+def _check_counters(described: dict[str, Any], registry: Registry) -> None:
+    counters = {name: each.get("step") for name, each in described["parameters"].items()}
+    lost = sorted(entry.name for entry in registry.entries if not isinstance(counters.get(entry.name), int))
+    if lost:
+        raise CheckpointError(
+            f"{ENGINE_FILE} does not belong to this model or is damaged: {_some('it has no step counter of', lost)}."
+        )
 
 
 def _check(file: TensorFile, wanted: dict[str, tuple[int, ...]], label: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from offload_engine.errors import UnsupportedError
 
-__all__ = ["SUPPORTED", "GroupSettings", "check_optimizer", "settings_of"]
+__all__ = ["SUPPORTED", "GroupSettings", "check_groups", "check_optimizer", "settings_of"]
 
 SUPPORTED: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam)
 
@@ -40,7 +41,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer is {kind.__module__}.{kind.__name__}; supported are {names} (by exact type, since a "
             f"subclass may change the update). Build one of these and wrap again."
         )
-    for number, group in enumerate(optimizer.param_groups):
+    check_groups(optimizer.param_groups)
+
+
+def check_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse settings of param groups that the engine cannot follow exactly.
+
+    Raises:
+        UnsupportedError: amsgrad, or differentiable.
+    """
+    for number, group in enumerate(groups):
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 raise UnsupportedError(

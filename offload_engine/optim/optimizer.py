@@ -13,7 +13,7 @@ import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
 from offload_engine.errors import CheckpointError, StateError, UnsupportedError
-from offload_engine.optim.groups import check_optimizer
+from offload_engine.optim.groups import check_groups, check_optimizer
 
 __all__ = ["OffloadOptimizer", "check_states"]
 
@@ -246,6 +246,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for group, params in zip(groups, ours, strict=True)
             for key, param in zip(group["params"], params, strict=True)
         }
+        homeless = sorted(str(key) for key in state_dict["state"] if key not in by_key)
+        if homeless:
+            raise CheckpointError(
+                f"the state has values for parameter {homeless[0]}, which is in none of its groups; it is damaged."
+            )
+        check_groups(groups)
         state = {by_key[key]: value for key, value in state_dict["state"].items()}
         check_states(self._registry, state)
         for target, source in zip(self.param_groups, groups, strict=True):

@@ -35,7 +35,8 @@ class Untouched:
 
     def look(self) -> Any:
         hooks = [
-            len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in self.model.modules()
+            len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks)
+            for m in self.model.modules()
         ]
         params = [
             (id(p), p.dtype, p.data_ptr(), tuple(p.stride()), p.requires_grad)
@@ -47,7 +48,11 @@ class Untouched:
 
     def check(self) -> None:
         assert self.look() == self.before
-        loss = sum(p.float().square().sum() for p in self.model.parameters() if p.is_floating_point() and not p.is_meta)
+        loss = sum(
+            p.float().square().sum()
+            for p in self.model.parameters()
+            if p.is_floating_point() and not p.is_meta
+        )
         if loss.requires_grad:
             loss.backward()
 
@@ -75,7 +80,10 @@ def dtyped(dtype: torch.dtype) -> Callable[[], nn.Module]:
 
 
 REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "meta": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")), "'1.weight' is on the meta device"),
+    "meta": (
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")),
+        "'1.weight' is on the meta device",
+    ),
     "double": (dtyped(torch.float64), "'1.weight' is torch.float64.*float()"),
     "complex": (dtyped(torch.complex64), "'1.weight' is torch.complex64"),
     "sparse": (sparse_weight, "'extra' has layout torch.sparse_coo"),
@@ -84,7 +92,10 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "'words' makes sparse gradients.*sparse=False",
     ),
     "overlapping": (overlapping, "'weight' has overlapping memory"),
-    "one memory twice": (one_memory_twice, "'0.weight' and '1.weight' are different objects over the same memory"),
+    "one memory twice": (
+        one_memory_twice,
+        "'0.weight' and '1.weight' are different objects over the same memory",
+    ),
 }
 
 
@@ -105,8 +116,16 @@ class SubclassedAdamW(torch.optim.AdamW):
 
 REFUSED_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], type[Exception], str]] = {
     "SGD": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), oe.UnsupportedError, "SGD; supported are"),
-    "subclass": (lambda m: SubclassedAdamW(m.parameters()), oe.UnsupportedError, "SubclassedAdamW.*exact type"),
-    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), oe.UnsupportedError, "amsgrad=False"),
+    "subclass": (
+        lambda m: SubclassedAdamW(m.parameters()),
+        oe.UnsupportedError,
+        "SubclassedAdamW.*exact type",
+    ),
+    "amsgrad": (
+        lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+        oe.UnsupportedError,
+        "amsgrad=False",
+    ),
     "differentiable": (
         lambda m: torch.optim.AdamW(m.parameters(), differentiable=True),
         oe.UnsupportedError,
@@ -173,7 +192,9 @@ def test_budget_below_one_bucket() -> None:
         assert engine.device_peak_bytes <= smallest + activations
 
 
-@pytest.mark.parametrize("build", [lambda: Container(3), lambda: nn.TransformerEncoderLayer(15, 3, 33, 0.0), mlp])
+@pytest.mark.parametrize(
+    "build", [lambda: Container(3), lambda: nn.TransformerEncoderLayer(15, 3, 33, 0.0), mlp]
+)
 def test_the_smallest_budget_of_the_message_works(build: Callable[[], nn.Module]) -> None:
     """Modules with parameters of their own are held while those inside them run: all of it counts."""
     torch.manual_seed(0)
@@ -291,7 +312,9 @@ def tripped(wrapped: bool, where: str, then: str, precision: str, plain_backward
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("then", ["zero", "go on"])
-@pytest.mark.parametrize(("where", "plain_backward"), [("forward", False), ("backward", False), ("backward", True)])
+@pytest.mark.parametrize(
+    ("where", "plain_backward"), [("forward", False), ("backward", False), ("backward", True)]
+)
 def test_an_exception_of_the_model(where: str, plain_backward: bool, then: str, precision: str) -> None:
     expected = tripped(False, where, then, precision, plain_backward)
     net = tripped(True, where, then, precision, plain_backward)
@@ -308,13 +331,23 @@ def test_an_exception_of_the_model(where: str, plain_backward: bool, then: str, 
 def test_out_of_memory_then_a_smaller_batch(rows: int, precision: str) -> None:
     """The batch does not fit in forward or in backward; the next, smaller one does, with the right numbers."""
     plain = Net(tripping(), adamw, None, precision, True)
-    net = Net(tripping(), adamw, oe.EngineConfig(**SMALL, precision=precision, device_memory="52KiB"), precision, True)
+    net = Net(
+        tripping(),
+        adamw,
+        oe.EngineConfig(**SMALL, precision=precision, device_memory="52KiB"),
+        precision,
+        True,
+    )
     levels = []
     for step in range(4):
         if step == 1:
-            with pytest.raises(torch.OutOfMemoryError, match="device budget of 52.0 KiB does not hold") as caught:
+            with pytest.raises(
+                torch.OutOfMemoryError, match="device budget of 52.0 KiB does not hold"
+            ) as caught:
                 net.backward(loss_of(net, 99, rows * (1 if precision == "fp32" else 2)))
-            assert "smaller micro-batch" in str(caught.value) and isinstance(caught.value, oe.DeviceMemoryError)
+            assert "smaller micro-batch" in str(caught.value) and isinstance(
+                caught.value, oe.DeviceMemoryError
+            )
             del caught
             net.optimizer.zero_grad()
         for each in (plain, net):
@@ -369,9 +402,18 @@ def replace(model: nn.Module) -> None:
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "replaced": (replace, r"'0.weight' \(shape \(33, 15\)\) was replaced by another object"),
     "removed": (lambda m: setattr(m[0], "bias", None), "'0.bias' .* was removed after wrapping"),
-    "other shape": (lambda m: setattr(m[0].bias, "data", torch.zeros(34)), r"'0.bias' had shape \(33,\) .* \(34,\) now"),
-    "a part of itself": (lambda m: setattr(m[0].bias, "data", m[0].bias.data[:32]), r"\(33,\) .* \(32,\) now"),
-    "reshaped": (lambda m: setattr(m[0].bias, "data", m[0].bias.data.view(3, 11)), r"\(33,\) .* \(3, 11\) now"),
+    "other shape": (
+        lambda m: setattr(m[0].bias, "data", torch.zeros(34)),
+        r"'0.bias' had shape \(33,\) .* \(34,\) now",
+    ),
+    "a part of itself": (
+        lambda m: setattr(m[0].bias, "data", m[0].bias.data[:32]),
+        r"\(33,\) .* \(32,\) now",
+    ),
+    "reshaped": (
+        lambda m: setattr(m[0].bias, "data", m[0].bias.data.view(3, 11)),
+        r"\(33,\) .* \(3, 11\) now",
+    ),
     "half": (lambda m: m.half(), "torch.float16 now.*precision"),
     "double": (lambda m: m.double(), "torch.float64 now"),
     "unfrozen": (lambda m: m[2].bias.requires_grad_(), "'2.bias' was frozen when it was wrapped"),
@@ -381,7 +423,12 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 @pytest.mark.parametrize(
     ("name", "at"),
     # What is replaced is noticed by the next forward only: the engine's own parameters are still there.
-    [(name, at) for name in CHANGES for at in ("forward", "step") if (at, name[:2]) != ("step", "re") or "sh" in name],
+    [
+        (name, at)
+        for name in CHANGES
+        for at in ("forward", "step")
+        if (at, name[:2]) != ("step", "re") or "sh" in name
+    ],
 )
 def test_changes_after_wrapping(name: str, at: str) -> None:
     change, message = CHANGES[name]
@@ -440,6 +487,16 @@ def test_add_param_group_after_wrapping() -> None:
                 each.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def test_settings_that_cannot_be_followed_are_refused_at_the_step() -> None:
+    model = mlp()
+    with open_engine(model) as engine:
+        engine.backward(loss_of(engine, 0))
+        engine.optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(oe.UnsupportedError, match="group 0 has amsgrad=True"):
+            engine.step()
+        assert engine.steps == 0 and not len(engine.optimizer.state)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
