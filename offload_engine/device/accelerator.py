@@ -204,7 +204,7 @@ class AcceleratorDevice(Device):
         assert self.budget_bytes is not None
         return self.budget_bytes - torch.accelerator.memory_allocated(self.torch_device)
 
-    def _charge(self, nbytes: int, name: str) -> None:
+    def _charge(self, nbytes: int, name: object) -> None:
         free = self.free_bytes()
         assert free is not None
         if nbytes > free and self._pressure is not None:
