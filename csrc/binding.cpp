@@ -280,7 +280,12 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<Event, EventPtr>(m, "Event")
       .def_static("manual", [] { return std::make_shared<Event>(true); })
-      .def("done", &Event::done)
+      .def("done",
+           [](const Event& event) {
+             if (!event.done()) return false;
+             free_retired();
+             return true;
+           })
       .def("wait", &wait, py::arg("timeout_s") = py::none())
       .def(
           "signal",
