@@ -98,9 +98,13 @@ class OffloadEngine:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig | None = None
     ) -> None:
-        self.config = config = config or EngineConfig()
+        self.config = config or EngineConfig()
         self.module = model
         self._closed = True  # until set-up is through: close() of a half-made engine does nothing
+        with _no_modes():  # a default device of the user's is not where host memory lies
+            self._set_up(model, optimizer, self.config)
+
+    def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
         check_optimizer(optimizer)
         precision = _DTYPES[config.precision]
         backend = kernels.load(config.kernels, config.isa)

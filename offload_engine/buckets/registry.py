@@ -161,6 +161,12 @@ def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> 
         raise UnsupportedError(
             f"parameter '{name}' has layout {param.layout}; only dense (strided) ones are supported."
         )
+    kind = type(param.data)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"parameter '{name}' is a {kind.__module__}.{kind.__name__}, a tensor subclass with operators of its own, "
+            f"whose memory the engine cannot move. Use a plain parameter of its values."
+        )
     if param.is_meta:
         raise UnsupportedError(
             f"parameter '{name}' is on the meta device and has no values. Load or initialise the model first."

@@ -152,6 +152,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         before = dict(adopted.state)
         super().__init__(adopted.param_groups, adopted.defaults)
         self.param_groups = adopted.param_groups
+        for name, hooks in vars(adopted).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(
+                    self, name, hooks
+                )  # one set of step and state hooks, whichever object they are registered on
         self.state = _StateView(registry, self._read_state)  # type: ignore[assignment]
         self._take_state(before)
         self._redirect()
