@@ -124,7 +124,7 @@ class Job:
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         if not math.isfinite(step_loss):
             raise self._non_finite("loss", step_loss, lr)
-        grad_norm = float(trainer.clip_grad_norm_(train.clip or math.inf))
+        grad_norm = trainer.grad_norm
         if not math.isfinite(grad_norm):
             raise self._non_finite("gradient norm", grad_norm, lr)
         trainer.step()

@@ -45,6 +45,7 @@ class PlainTrainer:
         optimizer: torch.optim.Optimizer,
         *,
         precision: Literal["fp32", "bf16"] = "fp32",
+        max_grad_norm: float | None = None,
         device: torch.device | None = None,
         timeline: bool = True,
     ) -> None:
@@ -52,6 +53,8 @@ class PlainTrainer:
         self.model = model.to(self.device)
         self.optimizer = optimizer
         self.timeline = Timeline(time.perf_counter_ns, enabled=timeline)
+        self.max_grad_norm = max_grad_norm
+        self._norm: float | None = None  # of the present gradients, once somebody asked
         self.steps = 0
         # Name, what the model computes with, what the optimizer updates: the same tensor in fp32.
         self._working = dict(self.model.named_parameters())
@@ -94,6 +97,7 @@ class PlainTrainer:
     def backward(self, loss: Tensor) -> None:
         """Run backward; the gradients of this micro-batch are added to the masters' in fp32."""
         self._timed("BACKWARD", lambda: torch.autograd.backward(loss))
+        self._norm = None
         if self._masters is self._working:
             return
         for name, working in self._working.items():
@@ -103,22 +107,25 @@ class PlainTrainer:
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             working.grad = None
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients by min(1, max_norm / (norm + 1e-6)); return the norm before.
-
-        Numerics: the sum of squares is taken in float64, the factor is rounded to fp32 once.
-        """
-        grads = [p.grad for p in self._masters.values() if p.grad is not None]
-        norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1:
-            for grad in grads:
-                grad.mul_(factor)
-        return norm
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the present gradients, before clipping. The sum of squares is taken in float64."""
+        if self._norm is None:
+            squares = (torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in self._grads())
+            self._norm = math.sqrt(sum(squares))
+        return self._norm
 
     @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients; in bf16, round the masters into the working parameters."""
+        """Clip and apply the gradients; in bf16, round the masters into the working parameters.
+
+        Numerics: the factor min(1, max_grad_norm / (norm + 1e-6)) is rounded to fp32 once.
+        """
+        if self.max_grad_norm is not None:
+            factor = self.max_grad_norm / (self.grad_norm + 1e-6)
+            if factor < 1:
+                for grad in self._grads():
+                    grad.mul_(factor)
         self._timed("UPDATE", self.optimizer.step)
         if self._masters is not self._working:
             for name, working in self._working.items():
@@ -127,6 +134,9 @@ class PlainTrainer:
         now_ns = time.perf_counter_ns()
         self.timeline.step(self.steps, self._step_start_ns, now_ns)
         self._step_start_ns = now_ns
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self._masters.values() if p.grad is not None]
 
     def train(self) -> None:
         """Put the model's modules in training mode."""

@@ -33,13 +33,14 @@ def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
             model,
             optimizer,
             precision=job.engine.precision,
+            max_grad_norm=job.train.clip or None,
             device=_plain_device(job.engine),
             timeline=job.engine.timeline,
         )
         return plain, tokenizer
     from offload_engine.engine import OffloadEngine
 
-    return OffloadEngine(model, optimizer, _engine_config(job.engine)), tokenizer
+    return OffloadEngine(model, optimizer, _engine_config(job)), tokenizer
 
 
 def make_optimizer(
@@ -76,7 +77,6 @@ def _plain_device(engine: EngineSection) -> torch.device:
     return accelerator if accelerator is not None and engine.device != "emulated" else torch.device("cpu")
 
 
-def _engine_config(section: EngineSection) -> EngineConfig:
-    return EngineConfig(
-        **{field.name: getattr(section, field.name) for field in dataclasses.fields(EngineConfig)}
-    )
+def _engine_config(job: JobConfig) -> EngineConfig:
+    fields = {field.name: getattr(job.engine, field.name) for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**fields | {"max_grad_norm": job.train.clip or None})

@@ -14,7 +14,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer(Protocol):
-    """One model in training. A step is: calls and `backward` per micro-batch, `clip_grad_norm_`, `step`."""
+    """One model in training. A step is: calls and `backward` per micro-batch, then `step`, which clips."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -36,17 +36,18 @@ class Trainer(Protocol):
     def device_budget_bytes(self) -> int | None:
         """Device budget; None where there is none."""
 
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the present gradients, before clipping."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs to the device and run the model's forward."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch."""
 
-    def clip_grad_norm_(self, max_norm: float) -> float | Tensor:
-        """Scale the gradients down to `max_norm`, if they are above it; return the norm before."""
-
     def step(self) -> None:
-        """Apply the gradients. May return before it is done; the gradients stay until `zero_grad`."""
+        """Clip and apply the gradients. May return before it is done; gradients stay until `zero_grad`."""
 
     def train(self) -> Any:
         """Put the model's modules in training mode."""

@@ -91,9 +91,12 @@ def test_fp32_losses_are_those_of_plain_pytorch(tmp_path: Path, checkpointing: s
     assert ends["heldout_loss_after"] == pytest.approx(summary(plain)["heldout_loss_after"], rel=1e-4)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_with_the_same_roundings_every_bit_is_that_of_plain_pytorch(tmp_path: Path, precision: str) -> None:
-    changes = {"engine__precision": precision, "train__steps": 20}
+def test_with_the_same_roundings_every_bit_is_that_of_plain_pytorch(
+    tmp_path: Path, precision: str, accumulation: int
+) -> None:
+    changes = {"engine__precision": precision, "train__steps": 20, "train__accumulation": accumulation}
     plain = job(tmp_path, "plain", engine__enabled=False, engine__reference_update="rounded", **changes)
     engine = job(tmp_path, "engine", **changes)
     for config in (plain, engine):

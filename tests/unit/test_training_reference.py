@@ -30,7 +30,7 @@ def inputs(steps: int, micro_batches: int) -> Iterator[list[torch.Tensor]]:
         yield [torch.randn(4, 5, generator=generator) for _ in range(micro_batches)]
 
 
-def train(trainer: PlainTrainer, steps: int, skip: int = 0, clip: float = 0.5) -> list[float]:
+def train(trainer: PlainTrainer, steps: int, skip: int = 0) -> list[float]:
     losses = []
     dtype = next(trainer.model.parameters()).dtype
     for step, batch in enumerate(inputs(steps, 2)):
@@ -40,7 +40,6 @@ def train(trainer: PlainTrainer, steps: int, skip: int = 0, clip: float = 0.5) -
             loss = trainer(x.to(dtype)).float().square().mean() / 2
             trainer.backward(loss)
             losses.append(loss.item())
-        trainer.clip_grad_norm_(clip)
         trainer.step()
         trainer.optimizer.zero_grad()
     return losses
@@ -48,7 +47,7 @@ def train(trainer: PlainTrainer, steps: int, skip: int = 0, clip: float = 0.5) -
 
 def test_fp32_is_the_plain_loop_bit_for_bit() -> None:
     net = model()
-    trainer = PlainTrainer(net, optimizer(net))
+    trainer = PlainTrainer(net, optimizer(net), max_grad_norm=0.5)
     losses = train(trainer, 5)
     plain = model()
     adamw = optimizer(plain)
@@ -69,7 +68,7 @@ def test_fp32_is_the_plain_loop_bit_for_bit() -> None:
 def test_bf16_has_fp32_masters_and_gradients_added_in_fp32() -> None:
     net = model()
     trainer = PlainTrainer(net, optimizer(net), precision="bf16")
-    losses = train(trainer, 5, clip=math.inf)
+    losses = train(trainer, 5)
 
     working = model().bfloat16()
     masters = [nn.Parameter(p.detach().clone()) for p in model().parameters()]
@@ -97,25 +96,29 @@ def test_bf16_has_fp32_masters_and_gradients_added_in_fp32() -> None:
         assert torch.equal(parameter, master.bfloat16())
 
 
-def test_clip_returns_the_norm_before_and_scales_only_above_the_limit() -> None:
+def test_clipping_scales_only_above_the_limit_and_tells_the_norm_before() -> None:
     net = model()
-    trainer = PlainTrainer(net, optimizer(net))
-    trainer.backward(trainer(torch.ones(2, 5)).square().sum())
-    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
-    assert trainer.clip_grad_norm_(norm * 2) == pytest.approx(norm, rel=1e-12)
-    assert all(
-        torch.equal(p.grad, g) for p, g in zip(net.parameters(), grads, strict=True) if p.grad is not None
-    )
-    trainer.clip_grad_norm_(norm / 2)
-    assert trainer.clip_grad_norm_(math.inf) == pytest.approx(norm / 2, rel=1e-5)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    for share in (2.0, 0.5):
+        trainer = PlainTrainer(net, sgd)
+        trainer.backward(trainer(torch.ones(2, 5)).square().sum())
+        grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+        assert trainer.grad_norm == pytest.approx(norm, rel=1e-12)
+        trainer.max_grad_norm = norm * share
+        before = [p.detach().clone() for p in net.parameters()]
+        trainer.step()
+        assert trainer.grad_norm == pytest.approx(norm, rel=1e-12)
+        for old, p, grad in zip(before, net.parameters(), grads, strict=True):
+            torch.testing.assert_close(old - p, grad * min(1.0, share), rtol=1e-4, atol=1e-6)
+        sgd.zero_grad()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> None:
     def fresh() -> PlainTrainer:
         net = model()
-        return PlainTrainer(net, optimizer(net), precision=precision)  # type: ignore[arg-type]
+        return PlainTrainer(net, optimizer(net), precision=precision, max_grad_norm=0.5)  # type: ignore[arg-type]
 
     whole = train(fresh(), 6)
     first = fresh()
