@@ -88,6 +88,7 @@ class Streamer:
         self._external = external
         self._order = order
         self._log = log
+        self._key = f"offload_engine {id(self)}"
         self._stack: list[Unit] = []
         self._recompute_stack: list[Unit] = []
         self._root_depth = 0
@@ -228,8 +229,12 @@ class Streamer:
             seen: set[int] = set()
             for tensor in tensors_in(output if changed is None else changed):
                 node = tensor.grad_fn
-                if node is not None and id(node) not in seen:
-                    seen.add(id(node))
+                if node is None or id(node) in seen:
+                    continue
+                seen.add(id(node))
+                # The first unit that puts out a node has made it: a unit around it, or one that only hands it on, has
+                # not, and must not send the maker away when its backward is about to run.
+                if node.metadata.setdefault(self._key, frame) is frame:
                     node.register_prehook(lambda _, frame=frame: self._enter_backward(frame))
             if not seen and any(entry.trainable for entry in unit.entries):
                 self._pin(unit)

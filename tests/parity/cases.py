@@ -136,6 +136,36 @@ class Container(nn.Module):
         return self.after(torch.tanh(self.inside(x @ self.gate))) + self.shift
 
 
+class Layer(nn.Module):
+    """A module with parameters of its own, read through views, which may hand its input on as it is (LayerDrop)."""
+
+    def __init__(self, inside: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(15, 15) / 4), nn.Parameter(torch.zeros(15))
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        if skip:
+            return x
+        x = torch.tanh(F.linear(x, self.weight.t()) * self.gain[None].exp())
+        return x if self.inside is None else self.inside(x)
+
+
+class Dropping(nn.Module):
+    """Layers of which some hand on what comes, and layers that put out what the layer inside them puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.nested = Layer(Layer(Layer()))
+        self.last = Layer()
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, (step + index) % 3 == 0)
+        return self.last(self.nested(x))
+
+
 class Lists(nn.Module):
     """Parameters in lists and dictionaries of parameters."""
 
@@ -481,6 +511,7 @@ CASES = [
     Case("skipped", Skipping, lambda n, s, m: n(data(s, m, 5, 15), s % 2 == 0).square().mean()),
     Case("branches", Branches, lambda n, s, m: n(data(s, m, 5, 15), ORDERS[(s + m) % 5]).square().mean()),
     Case("containers", Container, lambda n, s, m: square(n, s, m, 5, 15)),
+    Case("dropped layers", Dropping, lambda n, s, m: n(data(s, m, 5, 15), s + m).square().mean()),
     Case("lists", Lists, lambda n, s, m: square(n, s, m, 5, 15), buckets=False),
     Case("views", Views, next_token),
     Case("attention", Attention, evaluated_now_and_then),

@@ -336,15 +336,18 @@ def run(
 
 
 @functools.cache
-def smallest_budget(case: Case, recipe: Recipe | None = None, precision: str = "fp32") -> int:
-    """Return the smallest device budget, to 1/32, that two steps of a case fit in: everything that may leave must."""
+def smallest_budget(
+    case: Case, recipe: Recipe | None = None, precision: str = "fp32", memory_ledger: bool = True
+) -> int:
+    """Return the smallest device budget, to a tenth, that six steps of a case fit in: everything that may leave must."""
     recipe = dataclasses.replace(recipe or Recipe(), steps=6)
-    roomy = run(case, recipe, precision=precision, device_memory="1GiB")
-    low, high = 0, int(roomy.facts["device_peak_bytes"])
-    while high - low > high // 32:
+    config = {"precision": precision, "memory_ledger": memory_ledger}
+    roomy = run(case, recipe, device_memory="1GiB", **config)
+    low, high = 0, int(roomy.facts["device_peak_bytes"]) * (1 if memory_ledger else 4)
+    while high - low > high // 10:
         middle = (low + high) // 2
         try:
-            run(case, recipe, precision=precision, device_memory=middle)
+            run(case, recipe, device_memory=middle, **config)
             high = middle
         except oe.DeviceMemoryError:
             low = middle

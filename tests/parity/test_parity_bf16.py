@@ -29,15 +29,18 @@ OTHER_ORDER = {
 EXACT = [case for case in CASES if case.name not in OTHER_ORDER]
 
 
+RECIPE = Recipe(steps=8)
+
+
 @functools.cache
 def plain(case: Case) -> Record:
-    return run(case, precision="bf16")
+    return run(case, RECIPE, precision="bf16")
 
 
 @pytest.mark.parametrize("case", EXACT, ids=repr)
 def test_smallest_budget(case: Case) -> None:
     budget = smallest_budget(case, None, "bf16")
-    ours = run(case, precision="bf16", device_memory=budget)
+    ours = run(case, RECIPE, precision="bf16", device_memory=budget)
     assert ours.facts["device_peak_bytes"] <= budget
     assert_same_bits(ours, plain(case), "losses", "parameters", "states", "working")
     for name, value in ours.working.items():

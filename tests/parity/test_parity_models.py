@@ -9,6 +9,7 @@ import pytest
 from tests.parity.cases import CASES
 from tests.parity.harness import (
     Case,
+    Recipe,
     Record,
     assert_close_training,
     assert_same_bits,
@@ -17,10 +18,12 @@ from tests.parity.harness import (
     smallest_budget,
 )
 
+SHORT = Recipe(steps=6)
+
 
 @functools.cache
-def plain(case: Case, kernel: bool = True) -> Record:
-    return run(case, kernel=kernel)
+def plain(case: Case, recipe: Recipe | None = None, kernel: bool = True) -> Record:
+    return run(case, recipe, kernel=kernel)
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -40,5 +43,10 @@ def test_smallest_budget(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_without_ledger(case: Case) -> None:
     """Nothing sees operators here, as on an accelerator: hooks alone must have the right parameters there."""
-    ours = run(case, memory_ledger=False, lookahead_bytes=1)
-    assert_same_bits(ours, plain(case))
+    smallest = smallest_budget(case, memory_ledger=False)
+    for config in (
+        {"lookahead_bytes": 1},
+        {"device_memory": smallest},
+        {"device_memory": smallest * 3 // 2, "lookahead_bytes": 8192},
+    ):
+        assert_same_bits(run(case, SHORT, memory_ledger=False, **config), plain(case, SHORT))

@@ -140,6 +140,41 @@ def test_what_the_user_does_between_micro_batches_counts(precision: str) -> None
             assert torch.equal(named[name].grad, want), name
 
 
+class Shift(nn.Module):
+    """Its gradient needs no value of its parameter, so a graph of it outlives an update of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(17))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
+@PRECISIONS
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_gradient_does_not_land_under_an_update_that_reads_the_last_one(zero: bool, precision: str) -> None:
+    """Two forwards, a backward, a step whose update has not begun, the other backward."""
+    results = []
+    for late in (False, True):
+        model = nn.Sequential(Shift(), Shift())
+        with open_engine(model, precision=precision, bucket_bytes=1) as engine:
+            losses = [(engine(data(step, 0, 3, 17)).float() * (step + 1)).sum() for step in range(2)]
+            engine.backward(losses[0])
+            if late:
+                delay(engine, "update", 0.05, 0.05)
+            engine.step()
+            if zero:
+                engine.zero_grad()
+            engine.backward(losses[1])
+            with engine.full_parameters() as values:
+                results.append(
+                    [v.clone() for v in values.values()] + [p.grad.clone() for p in model.parameters()]
+                )
+    assert all(map(torch.equal, *results))
+    assert results[0][2][0].item() == (6.0 if zero else 9.0)
+
+
 # The norm.
 
 
