@@ -339,7 +339,7 @@ def run(
 def smallest_budget(
     case: Case, recipe: Recipe | None = None, precision: str = "fp32", memory_ledger: bool = True
 ) -> int:
-    """Return the smallest device budget, to a tenth, that six steps of a case fit in: everything that may leave must."""
+    """Return the smallest device budget, to a tenth, in which six steps of a case fit: all that may leave must."""
     recipe = dataclasses.replace(recipe or Recipe(), steps=6)
     config = {"precision": precision, "memory_ledger": memory_ledger}
     roomy = run(case, recipe, device_memory="1GiB", **config)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.cases import CASES
+from tests.parity.cases import CASES, square
 from tests.parity.harness import (
     Case,
+    Net,
+    Recipe,
     Record,
     adamw,
     assert_same_bits,
@@ -80,9 +82,7 @@ def test_models_that_come_in_half_precision(dtype: torch.dtype) -> None:
     def build_half() -> nn.Module:
         return build().to(dtype)
 
-    def loss(net, step, micro):
-        from tests.parity.cases import square
-
+    def loss(net: Net, step: int, micro: int) -> torch.Tensor:
         return square(net, step, micro, 5, 15)
 
     for precision in ("fp32", "bf16"):
