@@ -1,5 +1,5 @@
 // The Python module offload_engine.kernels._native: checks arguments under the interpreter lock and submits jobs.
-// Contract: kernels/__init__.py, `Lane` and `Event`; types: kernels/_native.pyi.
+// Contract: offload_engine/kernels/api.py; types: offload_engine/kernels/_native.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -20,8 +20,7 @@ using EventPtr = std::shared_ptr<Event>;
 constexpr Dtype kFloat32 = Dtype::kFloat32, kBFloat16 = Dtype::kBFloat16, kFloat16 = Dtype::kFloat16;
 constexpr int64_t kSliceNs = 50'000'000;  // how often a wait looks for Ctrl-C
 
-// Calls step(ns) without the interpreter lock until it returns true or the time is over; Ctrl-C ends it by an
-// exception.
+// Calls step(ns) without the interpreter lock until it returns true or the time is over. Ctrl-C throws.
 template <class Step>
 bool wait_in_slices(std::optional<double> timeout_s, Step step) {
   const int64_t deadline = timeout_s ? now_ns() + int64_t(std::min(*timeout_s, 1e9) * 1e9) : INT64_MAX;

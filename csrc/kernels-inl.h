@@ -6,11 +6,12 @@
 //        class Squares (8 double sums). `One` below is V with one lane: it does the tails, by the same formula.
 //
 // Note [One formula]. Adam and AdamW as torch's single-tensor path orders them, one rounding per operation, built with
-// -ffp-contract=off, so that every instruction set, the numba kernel and a device update in torch operations agree bit
-// for bit:
+// -ffp-contract=off: so every instruction set, the numba kernel and an update in torch operations agree bit for bit.
 //   g = float(grad) * grad_scale;   p = p * decay;   g = g + l2 * p   (L2 only)
 //   m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
 //   p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// Such a device update takes the root in float64: torch.sqrt of float32 on the CPU comes from MKL, an ulp off for one
+// value in six. torch's own optimizer differs by that, and by the fused multiply-adds in its lerp, add and addcmul.
 #pragma once
 
 #include <string.h>

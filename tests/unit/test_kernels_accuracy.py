@@ -169,6 +169,27 @@ def test_follows_torch_over_steps(kind, decoupled, betas, lanes):
             assert ((ours.master - right).abs() <= limit).all(), step
 
 
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("beta1", [0.9, 0.4])
+def test_torch_operations_one_by_one_give_the_same_bits(decoupled, beta1, lanes):
+    """An update written in torch, on any device, agrees if each operation rounds once and the root is exact."""
+    s = ADAMW._replace(numel=100_003, step=7, decoupled=decoupled, beta1=beta1)
+    before = State.random(s.numel, torch.bfloat16, torch.bfloat16)
+    p, m, v = (t.clone() for t in before.states())
+    g = before.grad.float().mul(0.7)
+    if decoupled:
+        p.mul_(1 - s.lr * s.weight_decay)
+    else:
+        g.add_(p.mul(s.weight_decay))
+    m = m + (g - m).mul(1 - beta1) if beta1 > 0.5 else g - (g - m).mul(beta1)
+    v = v.mul(s.beta2) + g.mul(1 - s.beta2).mul(g)
+    root = v.double().sqrt().float()
+    denominator = root.div(math.sqrt(1 - s.beta2**s.step)).add(s.eps)
+    p += m.mul(-(s.lr / (1 - beta1**s.step))).div(denominator)
+    after = before.step(lanes("scalar"), [s], 0.7)
+    assert_same(after, State(p, m, v, before.grad, p.bfloat16()), s)
+
+
 @pytest.mark.parametrize("kind", KINDS[:-2] + KINDS[-1:])
 @pytest.mark.parametrize("grad", FLOATS)
 @pytest.mark.parametrize("working", [*FLOATS, None])
