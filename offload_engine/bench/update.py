@@ -112,7 +112,7 @@ def _measure(lane: Any, isa: str, layout: str, numel: int, threads: int, rounds:
         "torch": torch_job,
     }
     times_s: dict[str, list[float]] = {name: [] for name in jobs}
-    repeats = max(1, 4_000_000 // numel)  # small cases are too short for one clock reading
+    repeats = max(1, 2_000_000 // numel)  # small cases are too short for one clock reading
     for turn in range(rounds + 1):
         for name, job in jobs.items():
             begin = time.perf_counter()

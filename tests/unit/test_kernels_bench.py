@@ -17,13 +17,13 @@ KEYS = {
 
 def test_json_rows(capsys):
     threads = torch.get_num_threads()
-    assert update.main(["--json", "--numel", "20k", "4097", "--threads", "1", "2", "--rounds", "1"]) == 0
+    assert update.main(["--json", "--numel", "200k", "100k", "--threads", "1", "2", "--rounds", "1"]) == 0
     rows = json.loads(capsys.readouterr().out)
     cases = {(row["threads"], row["numel"], row["layout"], row["grad_dtype"]) for row in rows}
     assert cases == {
         (count, numel, *layout)
         for count in (1, 2)
-        for numel in (20_000, 4097)
+        for numel in (200_000, 100_000)
         for layout in (("mixed", "bfloat16"), ("fp32", "float32"))
     }
     for row in rows:
@@ -36,7 +36,7 @@ def test_json_rows(capsys):
 
 
 def test_table_says_what_it_compares_with(capsys):
-    update.main(["--numel", "1k", "--threads", "1", "--rounds", "1", "--layout", "mixed", "--isa", "scalar"])
+    update.main(["--numel", "100k", "--threads", "1", "--rounds", "1", "--layout", "mixed", "--isa", "scalar"])
     text = capsys.readouterr().out
     assert "native (scalar)" in text and "mixed: torch's side is gradient.float()" in text
 
