@@ -65,9 +65,11 @@ class ExternalChanges:
     def check(self, entry: ParameterEntry) -> None:
         """Take over what was done to one parameter that no unit uses now."""
         param = entry.param
-        if param.data_ptr() != entry.host_address and entry.span_numel:
-            self._adopt(entry)
-        elif param.shape != entry.shape or param.stride() != entry.stride:
+        if (
+            (param.data_ptr() != entry.host_address and entry.span_numel)
+            or param.shape != entry.shape
+            or param.stride() != entry.stride
+        ):
             self._adopt(entry)
         elif param._version != entry.seen_version:
             self.written(entry, entry.host_view)
@@ -84,10 +86,13 @@ class ExternalChanges:
         Raises:
             StateError: it was assigned something of another shape or dtype, which is dropped.
         """
-        param, device = entry.param, entry.device_view
-        value = param.data
-        written = param._version != entry.seen_version or value.data_ptr() != device.data_ptr()
-        if written or value.shape != device.shape or value.stride() != device.stride():
+        param = entry.param
+        if (
+            param._version != entry.seen_version
+            or param.data_ptr() != entry.device_view.data_ptr()
+            or param.shape != entry.shape
+            or param.stride() != entry.stride
+        ):
             self._adopt(entry)
         else:
             param.data = entry.host_view
