@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A benchmark parses its own options, "--help" among them.
     if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] in ("update", "step"):
+        if argv is None and arguments[1] == "step":
+            _restart_with_waiting_threads()
         return _guarded(lambda: _bench(arguments[1], arguments[2:]), traceback=False)
     options = _parser().parse_args(arguments)
     if argv is None and options.command == "train":

@@ -149,7 +149,8 @@ class EngineConfig:
     """Largest bucket, in working-copy bytes; one module's own parameters are never split.
     None: a sixteenth of the device budget or a 24th of the model, whichever is less, from 64 KiB to 64 MiB."""
     lookahead_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
-    """Bytes of buckets fetched ahead of use. None: two of the largest buckets. 1 effectively turns prefetch off."""
+    """Bytes of buckets fetched ahead of use. None: two of the largest buckets, an eighth of the budget at most.
+    1 effectively turns prefetch off."""
     keep_resident: bool = False
     """Keep every bucket's working copy on the device between micro-batches instead of evicting it after backward."""
     max_grad_norm: float | None = None

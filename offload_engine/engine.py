@@ -147,7 +147,8 @@ class OffloadEngine:
         largest = max((bucket.nbytes for bucket in self._buckets), default=0)
         self.plan = StepPlan(
             resident=frozenset(range(len(self._buckets))) if config.keep_resident else frozenset(),
-            lookahead_bytes=sized(config.lookahead_bytes) or 2 * largest,
+            lookahead_bytes=sized(config.lookahead_bytes)
+            or (2 * largest if budget is None else min(2 * largest, budget // 8)),
             update_timing=config.update_timing,
         )
         self._order = UseOrder([bucket.index for bucket in self._buckets])

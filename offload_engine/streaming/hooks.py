@@ -234,7 +234,8 @@ class Streamer:
                 seen.add(id(node))
                 # The first unit that puts out a node has made it: a unit around it, or one that only hands it on, has
                 # not, and must not send the maker away when its backward is about to run.
-                if node.metadata.setdefault(self._key, frame) is frame:
+                metadata: Any = node.metadata  # torch annotates the property as a method
+                if metadata.setdefault(self._key, frame) is frame:
                     node.register_prehook(lambda _, frame=frame: self._enter_backward(frame))
             if not seen and any(entry.trainable for entry in unit.entries):
                 self._pin(unit)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from offload_engine.config import EngineConfig, apply_overrides, build, read_toml
 from offload_engine.errors import ConfigError
 
@@ -264,7 +266,27 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
     Raises:
         ConfigError: the file, a section, a key or a value is wrong; the message names the nearest valid one.
     """
-    return from_mapping(apply_overrides(read_toml(path), overrides))
+    return from_mapping(apply_overrides(_for_this_machine(read_toml(path)), overrides))
+
+
+def _for_this_machine(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the [on_accelerator.*] tables into their sections where torch sees an accelerator; else drop them.
+
+    A job that is small enough for a CPU is too small for an accelerator, whose libraries alone take tens of MiB.
+    """
+    sections = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+    special = sections.pop("on_accelerator", {})
+    engine = sections.get("engine")
+    emulated = isinstance(engine, dict) and engine.get("device") == "emulated"
+    if not isinstance(special, dict) or not all(isinstance(table, Mapping) for table in special.values()):
+        raise ConfigError("on_accelerator must hold sections, for example [on_accelerator.model].")
+    if emulated or not torch.accelerator.is_available():
+        return sections
+    for name, table in special.items():
+        if name not in sections:
+            raise ConfigError(f"[on_accelerator.{name}] changes a section that the file does not have.")
+        sections[name] = {**sections[name], **table}
+    return sections
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> JobConfig:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from offload_engine.config import EngineConfig
+from offload_engine.config import EngineConfig, sized
 from offload_engine.errors import ConfigError
 from offload_engine.training.config import (
     DataConfig,
@@ -20,6 +21,7 @@ from offload_engine.training.config import (
     from_mapping,
     load,
 )
+from offload_engine.training.models.decoder import Decoder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -96,3 +98,24 @@ def test_each_mistake_names_the_key_and_the_remedy(sections: dict[str, Any], wor
         from_mapping(mapping(**sections))
     for word in words:
         assert word in str(error.value)
+
+
+def test_the_accelerator_tables_count_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quickstart = CONFIGS / "quickstart.toml"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert load(quickstart).model.dim == 256  # type: ignore[union-attr]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    there = load(quickstart)
+    assert there.model.dim == 768  # type: ignore[union-attr]
+    parameters = sum(p.numel() for p in Decoder(there.model).parameters())  # type: ignore[arg-type]
+    assert 16 * parameters >= 5 * sized(there.engine.device_memory)  # type: ignore[operator]
+    assert load(quickstart, ["engine.device_memory=300MiB"]).engine.device_memory == 300 * 2**20
+    assert load(quickstart, ["model.layers=6"]).model.layers == 6  # type: ignore[union-attr]
+    job = tmp_path / "job.toml"
+    job.write_text(quickstart.read_text().replace('device = "auto"', 'device = "emulated"'))
+    assert load(job).model.dim == 256  # type: ignore[union-attr]
+    job.write_text("on_accelerator = 3\n")
+    with pytest.raises(ConfigError, match="on_accelerator must hold sections"):
+        load(job)
