@@ -9,6 +9,7 @@ import torch
 from offload_engine.buckets.layout import BucketLayout
 from offload_engine.buckets.registry import ParameterEntry
 from offload_engine.device import Device, Transfer
+from offload_engine.errors import KernelError
 from offload_engine.host import SlabAllocator
 from offload_engine.kernels import Event
 
@@ -88,7 +89,24 @@ class Bucket:
         """Counts changes of the host working copy; `device_version` says which one the device has."""
         self.device_version = -1
         self.pending_update: Event | None = None
-        """The update that is writing the host working copy; whoever reads it waits for this."""
+        """The update that is writing the host working copy; whoever reads it calls `wait_update`."""
+        self.update_step = 0
+        """Number of the optimizer step of `pending_update`, for messages."""
+
+    def wait_update(self) -> None:
+        """Block the host until the pending update, if there is one, has finished.
+
+        Raises:
+            KernelError: it failed; the message has the step.
+        """
+        if self.pending_update is not None:
+            try:
+                self.pending_update.wait()
+            except KernelError as error:
+                raise KernelError(
+                    f"the update of bucket {self.name} in step {self.update_step} failed: {error}. Its values are "
+                    f"lost: go on from the last checkpoint."
+                ) from error
 
     @property
     def is_own_master(self) -> bool:

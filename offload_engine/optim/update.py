@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry
-from offload_engine.errors import KernelError
 from offload_engine.kernels import AdamSegment, Lane
 from offload_engine.optim.groups import GroupSettings
 from offload_engine.optim.guard import ReadGuard
@@ -111,6 +110,7 @@ class UpdatePipeline:
                 event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=numel * per_element
             )
             bucket.pending_update = event
+            bucket.update_step = self._step
         bucket.version += 1
         if bucket.index not in self._residency.plan.resident:
             self._residency.evict(bucket)
@@ -124,15 +124,10 @@ class UpdatePipeline:
         pending = bucket.pending_update
         if pending is None:
             return
-        try:
-            if not pending.done():
-                with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
-                    pending.wait()
-            pending.wait()
-        except KernelError as error:
-            raise KernelError(
-                f"the update of bucket {bucket.name} in step {self._step} failed: {error}"
-            ) from error
+        if not pending.done():
+            with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
+                bucket.wait_update()
+        bucket.wait_update()
         bucket.pending_update = None
 
     def wait(self) -> None:

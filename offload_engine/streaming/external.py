@@ -123,8 +123,7 @@ class ExternalChanges:
         parameter does not round the other half.
         """
         bucket = self._buckets[entry.bucket_index]
-        if bucket.pending_update is not None:
-            bucket.pending_update.wait()
+        bucket.wait_update()
         with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
             if value is not entry.host_view:
                 entry.host_view.copy_(value)

@@ -203,9 +203,7 @@ class GradientStore:
     def adopt(self, entry: ParameterEntry, grad: torch.Tensor) -> None:
         """Copy a tensor that the user put into `param.grad` into the host slab."""
         assert entry.grad_view is not None
-        pending = self._buckets[entry.bucket_index].pending_update
-        if pending is not None:
-            pending.wait()
+        self._buckets[entry.bucket_index].wait_update()
         self._leave_to_user(entry)
         with torch.no_grad():
             entry.grad_view.copy_(grad)
@@ -336,7 +334,7 @@ class GradientStore:
         """Land what is left, wait for all of it, and make the sums visible as `param.grad`.
 
         Raises:
-            KernelError: a copy or sum failed.
+            KernelError: a copy or sum failed; the gradients of this backward are dropped.
         """
         for index in list(self._waiting):
             self._land(self._buckets[index])
@@ -345,6 +343,9 @@ class GradientStore:
         events, self._events = self._events, []
         self._landing.clear()
         self._summing.clear()
+        landed, self._landed = self._landed, []
+        for entry in landed:
+            entry.landed = False
         if not all(event.done() for event in events):
             with self._log.waiting(CAUSE_GRADIENT, "last gradients to the host"):
                 for event in events:
@@ -352,15 +353,13 @@ class GradientStore:
         for event in events:
             event.wait()  # raises if it failed
         self._log.reap()
-        if self._landed:
+        if landed:
             self._micro_batch += 1
             self.backwards += 1
-        for entry in self._landed:
-            entry.landed = False
+        for entry in landed:
             assert entry.grad_view is not None
             entry.param.grad = entry.grad_view
             entry.grad_seen_version = entry.grad_view._version
-        self._landed = []
 
     def _give_back(self) -> None:
         """Put back into `param.grad` what no new gradient came for: `torch.autograd.grad` leaves none there."""

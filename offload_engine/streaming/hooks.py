@@ -375,12 +375,14 @@ class Streamer:
         self._use_in_backward(())
         self._log.idle()
         self._differentiable = False
-        self._gradients.finish_backward()
-        self._order.end()
-        self._pass_kind = ""
-        self._residency.evict_idle()
-        if self._log.timeline.enabled:
-            self._log.timeline.phase(BACKWARD, self._phase_start_ns, self._log.timeline.clock())
+        try:
+            self._gradients.finish_backward()
+        finally:
+            self._order.end()
+            self._pass_kind = ""
+            self._residency.evict_idle()
+            if self._log.timeline.enabled:
+                self._log.timeline.phase(BACKWARD, self._phase_start_ns, self._log.timeline.clock())
 
     def settle(self) -> None:
         """Close what an exception, or a call of a part of the model, has left open."""

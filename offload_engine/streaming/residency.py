@@ -87,9 +87,9 @@ class ResidencyManager:
         if pending is not None:
             if not pending.done():
                 with self._log.waiting(CAUSE_UPDATE, bucket.name, bucket.index):
-                    pending.wait()
+                    bucket.wait_update()
             else:
-                pending.wait()
+                bucket.wait_update()
             bucket.pending_update = None
         if self._device.counts_everything and transfer.done():
             transfer.wait()  # raises if it failed

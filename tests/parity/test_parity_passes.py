@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.cases import BY_NAME, Adapted, mlp, square
-from tests.parity.harness import Case, Net, Recipe, assert_same_bits, data, run, smallest_budget
+from tests.parity.cases import BY_NAME, mlp, square
+from tests.parity.harness import Case, Net, Recipe, assert_same_bits, data, delay, run, smallest_budget
 
 Losses = list[torch.Tensor]
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -248,18 +249,23 @@ class SharedInReentrantBlocks(nn.Module):
 
 @PRECISIONS
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 2048, 2**20])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_gradient_in_parts(bucket_bytes: int, micro_batches: int, precision: str) -> None:
+    """In fp32 as in plain PyTorch (which in bf16 adds the parts in bf16); the same bits however late lanes are."""
     case = Case("shared", SharedInReentrantBlocks, lambda n, s, m: square(n, s, m, 5, 15))
-    recipe = Recipe(steps=4, micro_batches=micro_batches)
+    recipe = Recipe(steps=3, micro_batches=micro_batches)
     plain = run(case, recipe, precision=precision)
-    ours = run(case, recipe, precision=precision, bucket_bytes=bucket_bytes, links={"d2h_gbps": 0.002})
-    if precision == "fp32":
-        assert_same_bits(ours, plain, "gradients")
-    else:
-        # The plain loop adds the parts in bf16, the engine in fp32: the engine's sum is the better one.
-        for a, b in zip(ours.losses, plain.losses, strict=True):
-            assert abs(a - b) <= 2e-2 * abs(b)
+    expected = (
+        plain if precision == "fp32" else run(case, recipe, precision=precision, bucket_bytes=bucket_bytes)
+    )
+    for a, b in zip(expected.losses, plain.losses, strict=True):
+        assert abs(a - b) <= 2e-2 * abs(b)
+    for lanes in ("d2h", "update", "d2h update"):
+        late = dataclasses.replace(
+            recipe, tamper=lambda engine, lanes=lanes: delay(engine, lanes, 0.0, 0.003)
+        )
+        ours = run(case, late, precision=precision, bucket_bytes=bucket_bytes, max_grad_norm=1e9)
+        assert_same_bits(ours, expected, "losses", "gradients", "parameters", "states")
 
 
 # What users hang on.
@@ -300,20 +306,3 @@ def test_hooks_added_after_wrapping() -> None:
         return [loss]
 
     check(Case("mlp", mlp, lambda n, s, m: square(n, s, m, 5, 15)), Recipe(steps=4, body=body))
-
-
-def test_frozen_layers_take_no_gradient_room() -> None:
-    """U17: working copies alone on the host; the device peak is not above plain training of the same adapters."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(Adapted(65) for _ in range(12)))
-
-    case = Case("lora", build, lambda n, s, m: square(n, s, m, 5, 65))
-    plain = run(case, Recipe(steps=3), memory_ledger=True, keep_resident=True)
-    ours = run(case, Recipe(steps=3), device_memory="1GiB")
-    assert_same_bits(ours, run(case, Recipe(steps=3)))
-    model = build()
-    frozen = sum(4 * p.numel() for p in model.parameters() if not p.requires_grad)
-    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-    assert frozen + 4 * trained <= ours.facts["host_slab_bytes"] <= 1.2 * (frozen + 4 * trained)
-    assert ours.facts["device_peak_bytes"] <= plain.facts["device_peak_bytes"]

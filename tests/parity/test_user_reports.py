@@ -143,13 +143,8 @@ def test_u17_mostly_frozen_model() -> None:
 
     case = Case("u17", build, lambda n, s, m: square(n, s, m, 5, 65))
     ours = both(case, dataclasses.replace(TEN, steps=3))
-    roomy = run(case, Recipe(steps=3), device_memory="1GiB")
     everything = run(case, Recipe(steps=3), keep_resident=True)  # every weight on the device: plain training
-    assert (
-        ours.facts["device_peak_bytes"]
-        <= roomy.facts["device_peak_bytes"]
-        <= everything.facts["device_peak_bytes"]
-    )
+    assert ours.facts["device_peak_bytes"] < everything.facts["device_peak_bytes"]
     numel = {
         trains: sum(p.numel() for p in build().parameters() if p.requires_grad is trains)
         for trains in (True, False)
