@@ -68,10 +68,9 @@ def run(
     shape = DecoderConfig(
         dim=dim, layers=layers, heads=dim // 64, kv_heads=dim // 64, ffn=dim * 8 // 3 // 32 * 32
     )
-    place = (
-        (torch.accelerator.current_accelerator() or torch.device("cpu")) if device != "emulated" else "cpu"
-    )
-    place = torch.device(place)
+    place = torch.device("cpu")
+    if device != "emulated" and torch.accelerator.is_available():
+        place = torch.accelerator.current_accelerator() or place
     emulated = place.type == "cpu"
     variants = {"engine": False, "engine with memory ledger": True} if emulated else {"engine": False}
     times: dict[str, list[float]] = {name: [] for name in ("plain", *variants)}

@@ -153,10 +153,11 @@ class AcceleratorDevice(Device):
 
     def __init__(self, backend: Backend, *, budget_bytes: int | None = None) -> None:
         super().__init__()
-        accelerator = torch.accelerator.current_accelerator()
+        # A build for an accelerator names its kind also where there is none: ask whether it can be used first.
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             raise DeviceMemoryError(
-                "device = 'accelerator', but torch sees none (torch.accelerator.current_accelerator() is None). "
+                "device = 'accelerator', but torch sees none (torch.accelerator.is_available() is False). "
                 "Use device = 'emulated', or install a torch build with support for this machine's accelerator."
             )
         index = torch.accelerator.current_device_index()
