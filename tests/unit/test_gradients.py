@@ -189,6 +189,27 @@ def test_norm_of_one_parameter(numel: int) -> None:
         assert engine.grad_norm == pytest.approx(expected, rel=1e-14)
 
 
+@PRECISIONS
+def test_gaps_of_a_layout_count_in_no_norm(precision: str) -> None:
+    """A stepped and a transposed parameter: their storage has elements that are not theirs."""
+    model = nn.ParameterDict({"stepped": torch.randn(7, 30)[:, ::2], "columns": torch.randn(15, 17)[:, 3:10].t()})
+    with open_engine(nn.Sequential(Times(model)), precision=precision, max_grad_norm=1.0) as engine:
+        assert model["stepped"].stride() == (30, 2) and model["columns"].stride() == (1, 17)
+        for micro in range(3):
+            engine.backward(engine(data(0, micro, 15, 7)).float().square().sum())
+            expected = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+            assert engine.grad_norm == pytest.approx(expected, rel=1e-12 if precision == "fp32" else 1e-2)
+
+
+class Times(nn.Module):
+    def __init__(self, parameters: nn.ParameterDict) -> None:
+        super().__init__()
+        self.parts = parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.parts["stepped"] + x @ self.parts["columns"]
+
+
 def test_the_norm_does_not_depend_on_buckets_threads_or_timing() -> None:
     norms = set()
     for config in (
