@@ -105,6 +105,7 @@ class ThreadsConfig:
     """Threads of each emulated copy lane's pool. 0: one thread per lane."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 0:
                 raise ConfigError(
@@ -122,6 +123,7 @@ class LinksConfig:
     """Device to host. Has no effect on a real accelerator."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for field in dataclasses.fields(self):
             rate = getattr(self, field.name)
             if not (rate >= 0 and math.isfinite(rate)):
@@ -174,17 +176,7 @@ class EngineConfig:
     """Rates of the emulated links."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.metadata.get("bytes") and value is not None:
-                object.__setattr__(self, field.name, parse_bytes(value, field.name))
-            choices = _literal_choices(field.type)
-            if choices and value not in choices:
-                raise ConfigError(_bad_choice(field.name, value, choices))
-        for name, kind in (("threads", ThreadsConfig), ("links", LinksConfig)):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, build(kind, value, name))
+        _check_types(self)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
                 f"max_grad_norm is {self.max_grad_norm}; it must be above zero, or None for no clipping."
@@ -193,11 +185,13 @@ class EngineConfig:
             raise ConfigError(f"timeline_events is {self.timeline_events}; the ring needs at least 1000.")
 
 
-def _literal_choices(annotation: Any) -> tuple[Any, ...]:
-    if isinstance(annotation, str):
-        match = re.fullmatch(r"Literal\[(.*)\]", annotation)
-        return tuple(part.strip().strip("\"'") for part in match.group(1).split(",")) if match else ()
-    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+def _check_types(config: Any) -> None:
+    """Hold a config made in Python to the types that one read from TOML is held to; sizes become bytes."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        is_bytes = bool(field.metadata.get("bytes"))
+        value = _convert(hints[field.name], getattr(config, field.name), field.name, is_bytes)
+        object.__setattr__(config, field.name, value)
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import master_of, save_state
 from offload_engine.config import EngineConfig, format_bytes, sized
 from offload_engine.device import Device, open_device
-from offload_engine.errors import StateError
+from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
 from offload_engine.optim import (
     OffloadOptimizer,
@@ -98,6 +98,11 @@ class OffloadEngine:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig | None = None
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; an EngineConfig is needed: "
+                f"OffloadEngine(model, optimizer, EngineConfig(device_memory='6GiB'))."
+            )
         self.config = config or EngineConfig()
         self.module = model
         self._closed = True  # until set-up is through: close() of a half-made engine does nothing
