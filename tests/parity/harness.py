@@ -339,8 +339,9 @@ def run(
 def smallest_budget(
     case: Case, recipe: Recipe | None = None, precision: str = "fp32", memory_ledger: bool = True
 ) -> int:
-    """Return the smallest device budget, to a tenth, in which six steps of a case fit: all that may leave must."""
-    recipe = dataclasses.replace(recipe or Recipe(), steps=6)
+    """Return the smallest device budget, to a tenth, in which up to six steps fit: all that may leave must."""
+    recipe = recipe or Recipe()
+    recipe = dataclasses.replace(recipe, steps=min(6, recipe.steps))
     config = {"precision": precision, "memory_ledger": memory_ledger}
     roomy = run(case, recipe, device_memory="1GiB", **config)
     low, high = 0, int(roomy.facts["device_peak_bytes"]) * (1 if memory_ledger else 4)

@@ -282,6 +282,7 @@ def hooked(model: nn.Module, seen: list[Any]) -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_of_the_user() -> None:
     seen: dict[bool, list[float]] = {False: [], True: []}
 
@@ -297,6 +298,7 @@ def test_hooks_of_the_user() -> None:
     assert seen[True] == seen[False] and len(seen[True]) == 8
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_added_after_wrapping() -> None:
     def body(net: Net, case: Case, step: int) -> Losses:
         if step == 1:
