@@ -141,14 +141,18 @@ def test_what_the_user_does_between_micro_batches_counts(precision: str) -> None
 
 
 class Shift(nn.Module):
-    """Its gradient needs no value of its parameter, so a graph of it outlives an update of it."""
+    """Its gradient needs no value of its parameter, so a graph of it outlives an update of it.
+
+    The parameter's own module is never called: no backward fetches it, and so none waits for its update.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.by = nn.Parameter(torch.ones(17))
+        self.holder = nn.Module()
+        self.holder.by = nn.Parameter(torch.ones(17))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.by
+        return x + self.holder.by
 
 
 @PRECISIONS
@@ -171,6 +175,7 @@ def test_a_gradient_does_not_land_under_an_update_that_reads_the_last_one(zero: 
                 results.append(
                     [v.clone() for v in values.values()] + [p.grad.clone() for p in model.parameters()]
                 )
+            results[-1] += [engine.optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
     assert all(map(torch.equal, *results))
     assert results[0][2][0].item() == (6.0 if zero else 9.0)
 
@@ -192,7 +197,9 @@ def test_norm_of_one_parameter(numel: int) -> None:
 @PRECISIONS
 def test_gaps_of_a_layout_count_in_no_norm(precision: str) -> None:
     """A stepped and a transposed parameter: their storage has elements that are not theirs."""
-    model = nn.ParameterDict({"stepped": torch.randn(7, 30)[:, ::2], "columns": torch.randn(15, 17)[:, 3:10].t()})
+    model = nn.ParameterDict(
+        {"stepped": torch.randn(7, 30)[:, ::2], "columns": torch.randn(15, 17)[:, 3:10].t()}
+    )
     with open_engine(nn.Sequential(Times(model)), precision=precision, max_grad_norm=1.0) as engine:
         assert model["stepped"].stride() == (30, 2) and model["columns"].stride() == (1, 17)
         for micro in range(3):
