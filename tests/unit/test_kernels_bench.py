@@ -36,7 +36,9 @@ def test_json_rows(capsys):
 
 
 def test_table_says_what_it_compares_with(capsys):
-    update.main(["--numel", "100k", "--threads", "1", "--rounds", "1", "--layout", "mixed", "--isa", "scalar"])
+    update.main(
+        ["--numel", "100k", "--threads", "1", "--rounds", "1", "--layout", "mixed", "--isa", "scalar"]
+    )
     text = capsys.readouterr().out
     assert "native (scalar)" in text and "mixed: torch's side is gradient.float()" in text
 
