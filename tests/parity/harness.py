@@ -147,7 +147,8 @@ class Net:
         if self.bf16:
             with torch.no_grad():
                 for name, param in self.working.items():
-                    param.copy_(self.masters[name])
+                    if param.requires_grad:
+                        param.copy_(self.masters[name])
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return copies of all gradients."""
