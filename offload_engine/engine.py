@@ -283,7 +283,7 @@ class OffloadEngine:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before (fp64 scalar).
 
         As `torch.nn.utils.clip_grad_norm_` over all parameters. `EngineConfig.max_grad_norm` does the same inside the
-        update, without a pass of its own.
+        update, without a pass of its own and, in bf16, without rounding the scaled gradient to bf16.
         """
         self._check_open()
         with _no_modes():

@@ -1,4 +1,4 @@
-"""Random programs of everything that a user does between forwards: the same values as in plain PyTorch at every look."""
+"""Random programs of what users do between forwards: the same values as in plain PyTorch at every look."""
 
 from __future__ import annotations
 
