@@ -206,13 +206,17 @@ class Whole(nn.Module):
 
 
 class Views(nn.Module):
+    """What its modules hand out of their parameters is used when others have taken their place on the device."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.positions, self.bias = nn.Embedding(VOCABULARY, 17), Positions(), Whole()
-        self.head = nn.Linear(17, VOCABULARY)
+        self.up, self.down, self.head = nn.Linear(17, 90), nn.Linear(90, 17), nn.Linear(17, VOCABULARY)
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.embedding(t) + self.positions(t.shape[-1]) + self.bias().hidden))
+        positions, bias = self.positions(t.shape[-1]), self.bias()
+        x = self.down(torch.tanh(self.up(self.embedding(t))))
+        return self.head(torch.tanh(x * bias.hidden + positions * bias.rest["again"].mean()))
 
 
 class Attention(nn.Module):
