@@ -50,7 +50,7 @@ _WRITERS = frozenset(
 
 
 def _kind_of(function: Any) -> int:
-    name = getattr(function, "__name__", "")
+    name = getattr(function, "__name__", "").partition(".")[0]  # an overload is named "mul_.Tensor"
     in_place = name.endswith("_") and not name.endswith("__")
     return _WRITE if in_place or name in _WRITERS else _READ
 
@@ -97,11 +97,12 @@ class ReadGuard(TorchFunctionMode):
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
         if kind != _METADATA:
-            self._look(args, kind == _WRITE)
-        if kwargs:
-            self._look(kwargs.values(), kind == _WRITE or "out" in kwargs)
-            return func(*args, **kwargs)
-        return func(*args)
+            # Past the guards of other engines: asking through them would double the calls with each one.
+            with torch._C.DisableTorchFunction():
+                self._look(args, kind == _WRITE)
+                if kwargs:
+                    self._look(kwargs.values(), kind == _WRITE or "out" in kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _look(self, values: Iterable[Any], writes: bool) -> None:
         for value in values:
