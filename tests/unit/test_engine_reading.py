@@ -167,7 +167,12 @@ STATES: dict[str, Callable[[oe.OffloadEngine, nn.Parameter], Any]] = {
     "adopted state": lambda e, p: e.optimizer._adopted.state[p],
     "items": lambda e, p: next(s for q, s in e.optimizer.state.items() if q is p),
     "state_dict": lambda e, p: e.optimizer.state_dict()["state"][0],
+    "adopted state_dict": lambda e, p: e.optimizer._adopted.state_dict()["state"][0],
+    "saved": lambda e, p: _saved(e.optimizer.state_dict())["state"][0],
+    "saved adopted": lambda e, p: _saved(e.optimizer._adopted.state_dict())["state"][0],
     "deepcopy": lambda e, p: copy.deepcopy(e.optimizer.state_dict())["state"][0],
+    "deepcopy of one": lambda e, p: copy.deepcopy(e.optimizer.state[p]),
+    "pickle of one": lambda e, p: pickle.loads(pickle.dumps(e.optimizer.state[p])),
     "after close": lambda e, p: (e.close(), e.optimizer._adopted.state[p])[1],
 }
 

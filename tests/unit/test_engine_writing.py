@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,23 @@ def vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
 
 
+def another_thread(model: nn.Module) -> None:
+    def write() -> None:
+        with torch.no_grad():
+            w(model).mul_(0.5)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+
+def overload(value: torch.Tensor) -> None:
+    torch.ops.aten.mul_.Tensor(value, torch.full_like(value, 0.5))
+
+
 WRITES: dict[str, Write] = {
+    "overload": quiet(lambda m: overload(w(m))),
+    "data overload": lambda m: overload(w(m).data),
     "init": lambda m: (torch.manual_seed(9), nn.init.normal_(w(m), std=0.1)),
     "init of a layer": lambda m: (torch.manual_seed(9), m[2].reset_parameters()),
     "load_state_dict": through_state_dict,
@@ -159,6 +176,16 @@ def test_write(how: str, precision: str) -> None:
             assert w(net.model).stride() == (17, 1), "the memory format changed"
         finally:
             net.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_write_from_another_thread(precision: str) -> None:
+    """The guard does not follow other threads; the version of the parameter does. They synchronize first."""
+    plain = train(another_thread, "after an evaluation", precision, None)
+    net = train(another_thread, "after an evaluation", precision, {"keep_resident": True})
+    for name, value in net.parameters().items():
+        assert torch.equal(value, plain.masters[name]), name
+    net.close()
 
 
 def test_writing_half_of_a_bf16_parameter_keeps_the_masters_of_the_other_half() -> None:
