@@ -5,6 +5,7 @@ It shares the adopted optimizer's param group dictionaries, so schedulers made f
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from types import MethodType
 from typing import Any
@@ -77,7 +78,7 @@ class _ParameterState(dict[str, torch.Tensor]):
         return {key: value.clone() for key, value in self.items()}
 
     def __reduce__(self) -> Any:
-        return dict, (list(self.items()),)
+        return OrderedDict, (), None, None, iter(self.items())  # which torch.load takes with weights_only=True
 
 
 class _StateView(MutableMapping[torch.Tensor, _State]):
@@ -178,12 +179,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         def load_state_dict(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             self.load_state_dict(state_dict)
 
+        def state_dict(_: torch.optim.Optimizer) -> dict[str, Any]:
+            return self.state_dict()
+
         def add_param_group(_: torch.optim.Optimizer, group: dict[str, Any]) -> None:
             self.add_param_group(group)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before wrapping looks for it
         self._replaced: dict[str, Any] = {}
-        for function in (step, zero_grad, load_state_dict, add_param_group):
+        for function in (step, zero_grad, state_dict, load_state_dict, add_param_group):
             self._replaced[function.__name__] = adopted.__dict__.get(function.__name__)
             adopted.__dict__[function.__name__] = MethodType(function, adopted)
 

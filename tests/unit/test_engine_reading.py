@@ -171,6 +171,7 @@ STATES: dict[str, Callable[[oe.OffloadEngine, nn.Parameter], Any]] = {
     "saved": lambda e, p: _saved(e.optimizer.state_dict())["state"][0],
     "saved adopted": lambda e, p: _saved(e.optimizer._adopted.state_dict())["state"][0],
     "deepcopy": lambda e, p: copy.deepcopy(e.optimizer.state_dict())["state"][0],
+    "saved one": lambda e, p: _saved(e.optimizer.state[p]),
     "deepcopy of one": lambda e, p: copy.deepcopy(e.optimizer.state[p]),
     "pickle of one": lambda e, p: pickle.loads(pickle.dumps(e.optimizer.state[p])),
     "after close": lambda e, p: (e.close(), e.optimizer._adopted.state[p])[1],
