@@ -212,3 +212,18 @@ def test_pressure_frees_gradients_on_their_way_before_it_gives_up() -> None:
             engine.backward(engine(x()).sum())
         assert engine.device_peak_bytes <= budget
         assert engine.summary()["exposed_wait_s_by_cause"].get("memory", 0) > 0
+
+
+def test_a_gradient_that_has_left_is_freed_at_once() -> None:
+    """The lane's own references go with the engine's, not at the lane's next job: under pressure there is none."""
+    with open_engine(stack(), timeline=True) as engine:
+        device, host = engine.device, torch.empty(1000)
+        gradient = device.to_device(torch.ones(1000))
+        assert device.used_bytes() == 4000
+        transfer = device.start_d2h([(host, gradient)], "a gradient")
+        engine._lanes.job(transfer.event, "d2h", "a gradient", on_done=transfer.release)
+        while not transfer.event.done():
+            pass
+        del gradient, transfer
+        engine._lanes.reap()
+        assert device.used_bytes() == 0 and host.eq(1).all()
