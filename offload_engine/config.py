@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from offload_engine.errors import ConfigError
+from offload_engine.plan import AccumulationPlace, ClipMode, UpdateTiming
 
 __all__ = [
     "EngineConfig",
     "LinksConfig",
+    "LossScaleConfig",
     "ThreadsConfig",
     "apply_overrides",
     "build",
@@ -133,6 +135,36 @@ class LinksConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic loss scale of fp16, as `torch.amp.GradScaler` moves it."""
+
+    init: float = 65536.0
+    """First scale."""
+    growth_factor: float = 2.0
+    """Factor after `growth_interval` steps in a row without overflow."""
+    backoff_factor: float = 0.5
+    """Factor after a step that overflowed and was skipped."""
+    growth_interval: int = 2000
+    """Steps without overflow before the scale grows."""
+    minimum: float = 1.0
+    """An overflow at this scale is an error: the values are not finite themselves."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not (self.minimum > 0 and math.isfinite(self.init) and self.init >= self.minimum):
+            raise ConfigError(
+                f"loss_scale.init is {self.init} and loss_scale.minimum {self.minimum}; the minimum must be above zero "
+                f"and the first scale finite and at least the minimum."
+            )
+        if not (self.growth_factor >= 1 and math.isfinite(self.growth_factor)):
+            raise ConfigError(f"loss_scale.growth_factor is {self.growth_factor}; it must be 1 or more.")
+        if not 0 < self.backoff_factor < 1:
+            raise ConfigError(f"loss_scale.backoff_factor is {self.backoff_factor}; it must be between 0 and 1.")
+        if self.growth_interval < 1:
+            raise ConfigError(f"loss_scale.growth_interval is {self.growth_interval}; it must be 1 or more.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that can be set about one `OffloadEngine`. All sizes take bytes or text such as '6GiB'."""
 
@@ -142,9 +174,9 @@ class EngineConfig:
     """Device budget. None: 90 % of the accelerator's free memory; unlimited on the emulated device."""
     host_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master.
-    Normalisations with fp32 running statistics (BatchNorm) compute in fp32 beside them."""
+    Normalisations with fp32 running statistics (BatchNorm) compute in fp32 beside them. "fp16" scales the loss."""
     cast_inputs: bool = True
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
     bucket_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
@@ -157,8 +189,28 @@ class EngineConfig:
     """Keep every bucket's working copy on the device between micro-batches instead of evicting it after backward."""
     max_grad_norm: float | None = None
     """Clip the global gradient norm to this in `step()`. None: no clipping."""
-    update_timing: Literal["under_forward", "serial"] = "under_forward"
-    """"under_forward": `step()` returns at once and the next forward waits per bucket. "serial": `step()` waits."""
+    micro_batches: int | None = None
+    """Backwards per step. None: as many as the last step had. A wrong number costs time, never correctness."""
+    update_timing: UpdateTiming = "under_forward"
+    """"under_forward": `step()` returns at once and the next forward waits per bucket. "during_backward": updates start
+    as soon as a bucket's last gradient has landed, into spare slabs (12 more bytes per parameter, 14 in bf16 and fp16),
+    and `step()` commits them. "serial": `step()` waits."""
+    clip_mode: ClipMode = "auto"
+    """during_backward with `max_grad_norm` or fp16. "speculate": update as if nothing will be clipped, redo if it was.
+    "norm_first": wait for the norm. "auto": by how often steps were clipped."""
+    speculation_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Host bytes for the spare slabs of during_backward. None: enough for all buckets. Buckets beyond it are updated in
+    `step()`."""
+    device_share: float = 0.0
+    """Share of the buckets, 0 to 1, whose update runs on the device, their states streamed in and out."""
+    resident_states: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    """Device bytes for masters and moments that stay there and are updated there. None: none stay."""
+    accumulation: AccumulationPlace = "host"
+    """Where the gradients of several micro-batches are added up, in fp32 either way."""
+    activations: Literal["keep", "offload"] = "keep"
+    """"offload": what autograd saves inside the model's blocks goes to the host until backward."""
+    activation_modules: tuple[str, ...] = ()
+    """Modules whose saved activations are offloaded, by name or pattern ("layers.*"). Empty: the blocks found."""
     kernels: Literal["auto", "native", "numba"] = "auto"
     """CPU kernels. "auto" needs the native extension; "numba" is the explicit fallback without a compiler."""
     isa: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
@@ -174,6 +226,11 @@ class EngineConfig:
     """Split of the cores."""
     links: LinksConfig = dataclasses.field(default_factory=LinksConfig)
     """Rates of the emulated links."""
+    loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
+    """Dynamic loss scale of fp16."""
+    hostile_seed: int | None = None
+    """Emulated device: delay every lane by seeded chance, poison memory that nobody may read, and check that every
+    reader has waited for the last writer. For tests."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -181,6 +238,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_grad_norm is {self.max_grad_norm}; it must be above zero, or None for no clipping."
             )
+        if not 0 <= self.device_share <= 1:
+            raise ConfigError(f"device_share is {self.device_share}; it must be between 0 and 1.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ConfigError(f"micro_batches is {self.micro_batches}; it must be 1 or more, or None.")
         if self.timeline_events < 1000:
             raise ConfigError(f"timeline_events is {self.timeline_events}; the ring needs at least 1000.")
 
