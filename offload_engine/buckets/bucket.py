@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 
@@ -48,7 +49,9 @@ class Bucket:
     fp32 and so is the master itself, and for both moments; one device buffer.
     """
 
-    def __init__(self, layout: BucketLayout, slabs: SlabAllocator, device: Device) -> None:
+    def __init__(
+        self, layout: BucketLayout, slabs: SlabAllocator, device: Device, *, pin_states: bool = False
+    ) -> None:
         self.layout = layout
         self.index = layout.index
         self.entries: list[ParameterEntry] = layout.entries
@@ -58,11 +61,16 @@ class Bucket:
         # Each array in a slab of its own: whoever saves a tensor saves its whole storage, and that is then no more than
         # the bucket's values, without gradients or moments beside them.
         self.slabs: dict[str, torch.Tensor] = {}
+        self.pinned: set[str] = set()
+        """Kinds of slabs that the device has registered: their pages must stay where they are."""
+        self._pins = device.pin is not None
 
         def take(kind: str, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
             name = f"{kind} of bucket {self.name}"
             slab = slabs.allocate(name, self.numel * dtype.itemsize, pinned=pinned)
             self.slabs[kind] = slab
+            if pinned and self._pins:
+                self.pinned.add(kind)
             return slab.view(dtype)
 
         self.working = take("working copy", layout.dtype, pinned=True)
@@ -74,9 +82,9 @@ class Bucket:
         self.exp_avg_sq: torch.Tensor | None = None
         if layout.optimized:
             is_own_master = layout.dtype is torch.float32
-            self.master = self.working if is_own_master else take("master", torch.float32, pinned=False)
-            self.exp_avg = take("exp_avg", torch.float32, pinned=False)
-            self.exp_avg_sq = take("exp_avg_sq", torch.float32, pinned=False)
+            self.master = self.working if is_own_master else take("master", torch.float32, pinned=pin_states)
+            self.exp_avg = take("exp_avg", torch.float32, pinned=pin_states)
+            self.exp_avg_sq = take("exp_avg_sq", torch.float32, pinned=pin_states)
 
         self.buffer = device.new_buffer(f"bucket {self.name}", self.nbytes)
         self.device_flat: torch.Tensor = torch.empty(0)
@@ -92,6 +100,16 @@ class Bucket:
         """The update that is writing the host working copy; whoever reads it calls `wait_update`."""
         self.update_step = 0
         """Number of the optimizer step of `pending_update`, for messages."""
+        self.gradient_reader: Event | None = None
+        """The last update that reads the host gradient: the next gradient lands after it."""
+        self.gradient_ready: list[Event] = []
+        """What an update of the present gradient comes after: its copy to the host, and its sums."""
+        self.state_writes = 0
+        """Counts writes to masters and moments by somebody outside."""
+        self.elsewhere: dict[str, Callable[[], None]] = {}
+        """Kind of slab -> brings its present values back to the host, where the device has newer ones."""
+        self.spare: dict[str, torch.Tensor] = {}
+        """Kind -> a second array that an update ahead of `step()` writes into; see `take_spare`."""
 
     def wait_update(self) -> None:
         """Block the host until the pending update, if there is one, has finished.
@@ -107,6 +125,38 @@ class Bucket:
                     f"the update of bucket {self.name} in step {self.update_step} failed: {error}. Its values are "
                     f"lost: go on from the last checkpoint."
                 ) from error
+
+    def bring_back(self, *kinds: str) -> None:
+        """Have the present values of these kinds of slabs (none named: of all) on the host. Waits."""
+        for kind in kinds or tuple(self.elsewhere):
+            fetch = self.elsewhere.get(kind)
+            if fetch is not None:
+                fetch()
+
+    @property
+    def state_arrays(self) -> dict[str, torch.Tensor]:
+        """Return what an update writes, by kind: working copy, master if that is another, and both moments."""
+        assert self.master is not None and self.exp_avg is not None and self.exp_avg_sq is not None
+        arrays = {"working copy": self.working}
+        if not self.is_own_master:
+            arrays["master"] = self.master
+        return {**arrays, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    @property
+    def spare_bytes(self) -> int:
+        """Return the host bytes that `take_spare` takes: 12 per element, 14 with a working copy of its own."""
+        return sum(array.nbytes for array in self.state_arrays.values()) if self.layout.optimized else 0
+
+    def take_spare(self, slabs: SlabAllocator) -> None:
+        """Allocate the arrays of `spare`. Idempotent. At set-up or between steps only.
+
+        Raises:
+            HostMemoryError: the host budget does not hold them.
+        """
+        for kind, array in self.state_arrays.items():
+            if kind not in self.spare:
+                slab = slabs.allocate(f"spare {kind} of bucket {self.name}", array.nbytes, pinned=False)
+                self.spare[kind] = slab.view(array.dtype)
 
     @property
     def is_own_master(self) -> bool:

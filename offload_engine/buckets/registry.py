@@ -70,7 +70,16 @@ class ParameterEntry:
     previous_grad: torch.Tensor | None = None
     in_accumulator: bool = False
     """bf16: the sum lives in the fp32 accumulator, `grad_view` is its rounding."""
+    on_device_sum: bool = False
+    """The sum of the micro-batches so far is on the device; the host gradient has not got it yet."""
     norm_valid: bool = False
+    grad_changes: int = 0
+    """Counts changes of the host gradient, whoever made them: an update made from an older one is void."""
+
+    def gradient_changed(self) -> None:
+        """Note that the host gradient is another one now: its norm, and updates made from it, are void."""
+        self.norm_valid = False
+        self.grad_changes += 1
 
     @property
     def numel(self) -> int:

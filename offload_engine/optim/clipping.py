@@ -40,4 +40,4 @@ def scale_gradients(gradients: GradientStore, entries: Sequence[ParameterEntry],
             else:
                 entry.grad_view.mul_(factor)
             entry.grad_seen_version = entry.grad_view._version
-            entry.norm_valid = False
+            entry.gradient_changed()

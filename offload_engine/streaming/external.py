@@ -32,6 +32,8 @@ class Touched:
     def note(self, bucket: Bucket, kind: str) -> None:
         """Note a write to one of the bucket's slabs (see `Bucket.slabs`)."""
         kinds = {"working copy": self.values, "gradient": self.gradients}
+        if kind not in kinds:
+            bucket.state_writes += 1
         kinds.get(kind, self.states).add(bucket.index)
 
 
@@ -106,7 +108,7 @@ class ExternalChanges:
                 f"{tuple(new.shape)} now. Its bucket is laid out for the old shape: call engine.close(), change the "
                 f"model, and wrap it anew."
             )
-        widens = entry.working_dtype is torch.bfloat16 and new.dtype is torch.float32
+        widens = entry.working_dtype is not torch.float32 and new.dtype is torch.float32
         if new.dtype is not entry.working_dtype and not widens:
             raise StateError(
                 f"parameter '{entry.name}' is {new.dtype} now (model.half(), .double() or .to(dtype)?); the engine "
@@ -124,6 +126,7 @@ class ExternalChanges:
         """
         bucket = self._buckets[entry.bucket_index]
         bucket.wait_update()
+        bucket.bring_back("master", "exp_avg", "exp_avg_sq")
         with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
             if value is not entry.host_view:
                 entry.host_view.copy_(value)

@@ -161,7 +161,7 @@ class GradientStore:
         while self._touched.gradients:
             bucket = self._buckets[self._touched.gradients.pop()]
             for entry in bucket.entries:
-                entry.norm_valid = False
+                entry.gradient_changed()
                 if entry.in_accumulator and entry.grad_view is not None:
                     assert bucket.accumulator is not None
                     rounded = bucket.host_view(entry, bucket.accumulator).to(entry.working_dtype)
@@ -208,7 +208,7 @@ class GradientStore:
         with torch.no_grad():
             entry.grad_view.copy_(grad)
         entry.in_accumulator = False
-        entry.norm_valid = False
+        entry.gradient_changed()
 
     def _leave_to_user(self, entry: ParameterEntry) -> None:
         """Give who still holds the last gradient a copy of his own, before the slab takes the next one.
@@ -447,7 +447,7 @@ class GradientStore:
                 entry.param.grad = entry.grad_view
             elif grad._version != entry.grad_seen_version:
                 entry.in_accumulator = False
-                entry.norm_valid = False
+                entry.gradient_changed()
             entry.grad_seen_version = entry.grad_view._version
             present.append(entry)
         return present
