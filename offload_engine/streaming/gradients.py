@@ -8,7 +8,8 @@ the user did to `param.grad` in between (None, scaled in place, another tensor) 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -19,9 +20,10 @@ from offload_engine.device import Device
 from offload_engine.errors import UnsupportedError
 from offload_engine.host import SlabAllocator
 from offload_engine.kernels import NORM_BLOCK, Event, Lane
+from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
-from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_UPDATE, D2H
+from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_GRADIENT, D2H
 
 __all__ = ["GradientStore", "runs_of"]
 
@@ -65,7 +67,7 @@ class GradientStore:
         buckets: Sequence[Bucket],
         device: Device,
         log: LaneLog,
-        cpu_lane: Lane,
+        lane: Lane,
         slabs: SlabAllocator,
         touched: Touched,
     ) -> None:
@@ -73,7 +75,7 @@ class GradientStore:
         self._buckets = buckets
         self._device = device
         self._log = log
-        self._lane = cpu_lane
+        self._lane = lane
         self._slabs = slabs
         self._touched = touched
         self._aside: list[ParameterEntry] = []
@@ -84,6 +86,14 @@ class GradientStore:
         self._landing: dict[int, Event] = {}
         self._summing: dict[int, Event] = {}
         """bf16: bucket -> the sum that still reads the gradient slab, where its next gradient would land."""
+        self._device_sums = DeviceSums(device)
+        self.sums_on_device = False
+        """Add micro-batches up on the device, as far as it has room (StepPlan.accumulation)."""
+        self.expected_micro_batches: int | None = None
+        """Backwards per step, as declared; None: as many as the last step had. A hint."""
+        self.on_complete: Callable[[Bucket], None] | None = None
+        """Called when all gradients that a bucket is expected to get in this step are on their way to the host."""
+        self._complete: set[int] = set()
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[Event | None] = [None, None]
         self._turn = 0
@@ -175,22 +185,89 @@ class GradientStore:
             return
         fresh: list[_Item] = []
         added: list[_Item] = []
+        summed: list[_Item] = []
+        last = self.is_last_micro_batch
         for entry, grad in items:
             previous, entry.previous_grad = entry.previous_grad, None
-            if previous is not None and not entry.landed:
-                self._take_previous(entry, previous)
-            (added if entry.landed or previous is not None else fresh).append((entry, grad))
             if not entry.landed:
+                if previous is None:
+                    entry.on_device_sum = False
+                else:
+                    self._take_previous(entry, previous)
                 entry.landed = True
                 self._landed.append(entry)
-            entry.norm_valid = False
+                has_sum = previous is not None
+            else:
+                has_sum = True
+            if entry.on_device_sum or (self.sums_on_device and not last and not has_sum):
+                summed.append((entry, grad))
+            else:
+                (added if has_sum else fresh).append((entry, grad))
+            entry.gradient_changed()
+        if summed:
+            self._sum_on_device(bucket, summed, fresh, added, last)
         if fresh:
             self._land_fresh(bucket, fresh)
         if added:
             self._land_added(bucket, added)
-        if self.sum_squares_early and self._micro_batch + 1 >= self._last_micro_batches:
-            self._start_square_sums(bucket, [entry for entry, _ in items])
+        if last:
+            if self.sum_squares_early:
+                self._start_square_sums(bucket, [entry for entry, _ in items])
+            if all(entry.landed for entry in bucket.entries):
+                self._announce(bucket)
         self._log.reap()
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the backward in progress is expected to be the step's last."""
+        return self._micro_batch + 1 >= (self.expected_micro_batches or self._last_micro_batches)
+
+    def _announce(self, bucket: Bucket) -> None:
+        self._complete.add(bucket.index)
+        if self.on_complete is not None:
+            self.on_complete(bucket)
+
+    def _sum_on_device(
+        self, bucket: Bucket, items: list[_Item], fresh: list[_Item], added: list[_Item], last: bool
+    ) -> None:
+        """Add to the sums on the device; what has no room there is appended to `fresh` or `added`."""
+        for entry, _ in items:
+            if not entry.on_device_sum:
+                self._leave_to_user(entry)
+        if not self._device_sums.add(bucket, items):
+            self.spill(bucket)  # what memory had taken away meanwhile; sums that are there always take more
+            for item in items:
+                (added if item[0].in_accumulator else fresh).append(item)
+        elif last:
+            self._start_spill(bucket, [entry for entry, _ in items])
+        else:
+            bucket.elsewhere["gradient"] = partial(self.spill, bucket)
+
+    def _start_spill(self, bucket: Bucket, entries: Sequence[ParameterEntry]) -> None:
+        """Start the copy of sums to the host: into the slab in fp32, else into the fp32 accumulator."""
+        assert bucket.grad is not None
+        wide = bucket.layout.dtype is torch.float32
+        total = bucket.grad if wide else self._accumulator(bucket)
+        pairs = [(bucket.span(entry, total), self._device_sums.sum_of(bucket, entry)) for entry in entries]
+        for entry in entries:
+            entry.on_device_sum = False
+            entry.in_accumulator = not wide
+            entry.gradient_changed()
+        if not any(entry.on_device_sum for entry in bucket.entries):
+            bucket.elsewhere.pop("gradient", None)
+        self._start_d2h(bucket, pairs, self._after(bucket, self._summing.get(bucket.index)), free_sums=True)
+
+    def spill(self, bucket: Bucket) -> None:
+        """Bring the bucket's sums from the device to the host and wait: somebody reads them, or room is short."""
+        bucket.elsewhere.pop("gradient", None)
+        entries = [entry for entry in bucket.entries if entry.on_device_sum]
+        if entries:
+            self._start_spill(bucket, entries)
+            self._round(bucket, entries)
+            for event in bucket.gradient_ready:
+                event.wait()
+            self._log.reap()
+        self._device_sums.free(bucket)
 
     def _take_previous(self, entry: ParameterEntry, previous: torch.Tensor) -> None:
         """Make the host slab hold what `param.grad` held before this backward."""
@@ -204,6 +281,7 @@ class GradientStore:
         """Copy a tensor that the user put into `param.grad` into the host slab."""
         assert entry.grad_view is not None
         self._buckets[entry.bucket_index].wait_update()
+        entry.on_device_sum = False
         self._leave_to_user(entry)
         with torch.no_grad():
             entry.grad_view.copy_(grad)
@@ -226,20 +304,33 @@ class GradientStore:
                 held.data = held.data.clone()
 
     def _after(self, bucket: Bucket, *more: Event | None) -> list[Event]:
-        return [event for event in (bucket.pending_update, *more) if event is not None]
+        """Return what a write to the bucket's host gradient comes after: the update that still reads it, and `more`."""
+        return [event for event in (bucket.gradient_reader, *more) if event is not None]
 
     def _start_d2h(
-        self, bucket: Bucket, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: list[Event]
+        self,
+        bucket: Bucket,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        after: list[Event],
+        *,
+        free_sums: bool = False,
     ) -> Event:
         transfer = self._device.start_d2h(pairs, bucket.name, after)
+
+        def release() -> None:
+            transfer.release()
+            if free_sums:
+                self._device_sums.free(bucket)
+
         self._log.job(
             transfer.event,
             D2H,
             bucket.name,
             bucket=bucket.index,
             nbytes=transfer.nbytes,
-            on_done=transfer.release,
+            on_done=release,
         )
+        bucket.gradient_ready = [transfer.event]
         self._events.append(transfer.event)
         self._landing[bucket.index] = transfer.event
         return transfer.event
@@ -276,7 +367,7 @@ class GradientStore:
         landed = self._start_d2h(bucket, pairs, self._after(bucket, before, self._summing.get(bucket.index)))
         for offset, numel in runs:
             added = self._lane.accumulate(
-                total[offset : offset + numel], landing[offset : offset + numel], [landed]
+                total[offset : offset + numel], landing[offset : offset + numel], self._after(bucket, landed)
             )
             self._follow(added, f"add gradient {bucket.name}", bucket, numel * (8 + landing.element_size()))
         if turn >= 0:
@@ -305,14 +396,16 @@ class GradientStore:
             event = self._lane.convert(
                 bucket.accumulator[offset : offset + numel],
                 bucket.grad[offset : offset + numel],
-                self._landed_before(bucket),
+                self._after(bucket, *self._landed_before(bucket)),
             )
             self._follow(event, f"widen gradient {bucket.name}", bucket, numel * 6)
         return event
 
     def _follow(self, event: Event, name: str, bucket: Bucket, nbytes: int) -> None:
-        self._log.job(event, CPU_UPDATE, name, bucket=bucket.index, nbytes=nbytes)
+        self._log.job(event, CPU_GRADIENT, name, bucket=bucket.index, nbytes=nbytes)
         self._events.append(event)
+        # The lane does its jobs in order: its last one for the bucket, and the last copy, are all there is to wait for.
+        bucket.gradient_ready = [*self._landed_before(bucket), event]
 
     def free_one(self) -> bool:
         """Wait until one gradient has left the device and free it; False when none is on its way or waiting."""
@@ -323,7 +416,11 @@ class GradientStore:
             self._land(self._buckets[index])
         oldest = self._log.oldest(D2H)
         if oldest is None:
-            return False
+            held = self._device_sums.held()
+            if not held:
+                return False
+            self.spill(self._buckets[held[0]])
+            return True
         oldest.wait()
         self._log.reap()
         return True
@@ -340,18 +437,29 @@ class GradientStore:
             self._land(self._buckets[index])
         self._give_back()
         self._round_accumulators()
+        if self._landed and self.is_last_micro_batch:
+            for bucket in self._buckets:
+                if bucket.index not in self._complete and any(
+                    entry.landed or entry.param.grad is not None for entry in bucket.entries
+                ):
+                    self._announce(bucket)
         events, self._events = self._events, []
         self._landing.clear()
         self._summing.clear()
+        self._complete.clear()
         landed, self._landed = self._landed, []
         for entry in landed:
             entry.landed = False
-        if not all(event.done() for event in events):
-            with self._log.waiting(CAUSE_GRADIENT, "last gradients to the host"):
-                for event in events:
-                    event.wait()
-        for event in events:
-            event.wait()  # raises if it failed
+        try:
+            if not all(event.done() for event in events):
+                with self._log.waiting(CAUSE_GRADIENT, "last gradients to the host"):
+                    for event in events:
+                        event.wait()
+            for event in events:
+                event.wait()  # raises if it failed
+        finally:
+            for index in {entry.bucket_index for entry in landed}:
+                self._buckets[index].gradient_ready = []
         self._log.reap()
         if landed:
             self._micro_batch += 1
@@ -374,13 +482,20 @@ class GradientStore:
             if entry.in_accumulator:
                 by_bucket.setdefault(entry.bucket_index, []).append(entry)
         for index, entries in by_bucket.items():
-            bucket = self._buckets[index]
-            assert bucket.grad is not None and bucket.accumulator is not None
-            for offset, numel in runs_of(entries):
-                event = self._lane.convert(
-                    bucket.grad[offset : offset + numel], bucket.accumulator[offset : offset + numel]
-                )
-                self._follow(event, f"round gradient {bucket.name}", bucket, numel * 6)
+            self._round(self._buckets[index], entries)
+
+    def _round(self, bucket: Bucket, entries: Sequence[ParameterEntry]) -> None:
+        """Queue the rounding of fp32 sums into the gradient slab, which is what `param.grad` shows."""
+        if bucket.accumulator is None:
+            return
+        assert bucket.grad is not None
+        for offset, numel in runs_of(entries):
+            event = self._lane.convert(
+                bucket.grad[offset : offset + numel],
+                bucket.accumulator[offset : offset + numel],
+                self._after(bucket, *self._landed_before(bucket)),
+            )
+            self._follow(event, f"round gradient {bucket.name}", bucket, numel * 6)
 
     def end_step(self) -> None:
         """Remember how many micro-batches the step had: the next one's norm is summed under its last backward."""
@@ -437,6 +552,9 @@ class GradientStore:
     def settle(self) -> list[ParameterEntry]:
         """Return the entries that have a gradient now, each with its host slab equal to what `param.grad` holds."""
         self.take_touched()
+        for index in self._device_sums.held():
+            self.spill(self._buckets[index])
+        self._wait_events()
         present = []
         for entry in self._registry.entries:
             grad = entry.param.grad
@@ -452,6 +570,15 @@ class GradientStore:
             present.append(entry)
         return present
 
+    def _wait_events(self) -> None:
+        """Wait for what was queued outside a backward: sums of squares, sums from the device."""
+        events, self._events = self._events, []
+        if events:
+            with self._log.waiting(CAUSE_NORM, "gradient norm"):
+                for event in events:
+                    event.wait()
+            self._log.reap()
+
     def square_sum(self, entries: Sequence[ParameterEntry]) -> float:
         """Return the sum of squares of all elements of the gradients of `entries`, in float64.
 
@@ -466,11 +593,7 @@ class GradientStore:
         if stale:
             for index, group in stale.items():
                 self._start_square_sums(self._buckets[index], group)
-            events, self._events = self._events, []
-            with self._log.waiting(CAUSE_NORM, "gradient norm"):
-                for event in events:
-                    event.wait()
-            self._log.reap()
+            self._wait_events()
         present = {entry.index for entry in entries}
         parts: list[torch.Tensor] = []
         for entry in self._registry.entries:

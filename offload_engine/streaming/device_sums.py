@@ -1,0 +1,57 @@
+"""Sums of micro-batches' gradients kept on the device, in fp32, until the step's last micro-batch.
+
+Called by the gradient store when the plan says accumulation = "device". Invariant: a sum is added up in the same order
+and precision as on the host, so its bits are the same; what does not fit goes to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload_engine.buckets import Bucket, ParameterEntry
+from offload_engine.device import Device, DeviceBuffer
+from offload_engine.errors import DeviceMemoryError
+
+__all__ = ["DeviceSums"]
+
+
+class DeviceSums:
+    """Owns: one device buffer per bucket that has a sum, allocated from its first gradient until `free`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: dict[int, tuple[DeviceBuffer, torch.Tensor]] = {}
+
+    def add(self, bucket: Bucket, items: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> bool:
+        """Add gradients (flat, in working dtype) to their sums, or begin them. False if the device has no room."""
+        if bucket.index not in self._buffers:
+            buffer = self._device.new_buffer(f"gradient sum of bucket {bucket.name}", 4 * bucket.numel)
+            try:
+                buffer.allocate()
+            except DeviceMemoryError:
+                return False
+            self._buffers[bucket.index] = (buffer, buffer.view(torch.float32, 0, (bucket.numel,), (1,)))
+        total = self._buffers[bucket.index][1]
+        for entry, grad in items:
+            part = bucket.span(entry, total)
+            if entry.on_device_sum:
+                part.add_(grad if grad.dtype is torch.float32 else grad.float())
+            else:
+                part.copy_(grad)
+                entry.on_device_sum = True
+        return True
+
+    def sum_of(self, bucket: Bucket, entry: ParameterEntry) -> torch.Tensor:
+        """Return the sum of one parameter: fp32, 1-D, on the device."""
+        return bucket.span(entry, self._buffers[bucket.index][1])
+
+    def free(self, bucket: Bucket) -> None:
+        """Give the bucket's memory back, unless a parameter of it still has its sum there. Idempotent."""
+        if bucket.index in self._buffers and not any(entry.on_device_sum for entry in bucket.entries):
+            self._buffers.pop(bucket.index)[0].free()
+
+    def held(self) -> list[int]:
+        """Return the buckets that have sums on the device, the largest first."""
+        return sorted(self._buffers, key=lambda index: -self._buffers[index][0].nbytes)
