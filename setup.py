@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
-CORE = ("jobs", "lane", "pool", "dispatch")  # everything that knows nothing of Python
+CORE = ("jobs", "lane", "pages", "pool", "dispatch")  # everything that knows nothing of Python
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {"isa_scalar": [], "isa_avx2": ["-mavx2", "-mf16c"], "isa_avx512": ["-mavx512f", "-mf16c"]},
     "aarch64": {"isa_scalar": [], "isa_neon": []},

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "dispatch.h"
 #include "tensors.h"
@@ -64,17 +65,26 @@ class PyLane {
 
   EventPtr copy(const py::sequence& dsts, const py::sequence& srcs, const py::iterable& after) {
     Tensors tensors("copy");
-    if (dsts.size() != srcs.size())
-      tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources",
-                     "Pass pairs.");
-    std::vector<CopySpan> spans;
     size_t nbytes = 0;
-    for (size_t i = 0; i < dsts.size(); ++i) {
-      spans.push_back(tensors.pair(dsts[i], srcs[i]));
-      nbytes += spans.back().nbytes;
-    }
+    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes);
     return submit(tensors, nbytes, after,
                   [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
+  }
+
+  EventPtr move(const py::sequence& dsts, const py::sequence& srcs, bool pages, const py::iterable& after) {
+    Tensors tensors("move");
+    size_t nbytes = 0;
+    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes);
+    for (const CopySpan& span : spans)
+      if (std::less<>()(span.dst, span.src + span.nbytes) && std::less<>()(span.src, span.dst + span.nbytes))
+        tensors.refuse("dst and src overlap", "Pass separate slabs.");
+    const auto event = std::make_shared<Event>();
+    return submit(
+        tensors, nbytes, after,
+        [pool = pool_, spans, pages, event = event.get()](Throttle& throttle) {
+          event->nbytes = int64_t(run_move(pool.get(), throttle, spans, pages));
+        },
+        event);
   }
 
   EventPtr convert(py::handle dst, py::handle src, const py::iterable& after) {
@@ -117,14 +127,14 @@ class PyLane {
   }
 
   EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
-                const py::sequence& segments, double grad_scale, const py::iterable& after) {
-    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after);
+                const py::sequence& segments, double grad_scale, const py::iterable& after, const py::object& out) {
+    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after, out);
   }
 
   EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
                       const py::sequence& segments, double grad_scale, bool prefetch) {
     return update(kernels_->adam_bytes, prefetch, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale,
-                  py::tuple());
+                  py::tuple(), py::none());
   }
 
   void close() {
@@ -151,6 +161,19 @@ class PyLane {
       throw KernelError("lane '" + name + "': gbps is " + std::to_string(gbps) +
                         ". It must be 0 (no limit) or positive.");
     return name;
+  }
+
+  static std::vector<CopySpan> pairs(Tensors& tensors, const py::sequence& dsts, const py::sequence& srcs,
+                                     size_t* nbytes) {
+    if (dsts.size() != srcs.size())
+      tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources",
+                     "Pass pairs.");
+    std::vector<CopySpan> spans;
+    for (size_t i = 0; i < dsts.size(); ++i) {
+      spans.push_back(tensors.pair(dsts[i], srcs[i]));
+      *nbytes += spans.back().nbytes;
+    }
+    return spans;
   }
 
   static void check_range(const Tensors& tensors, const char* what, int64_t offset, int64_t n, size_t numel) {
@@ -191,7 +214,7 @@ class PyLane {
 
   EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg,
                   py::handle exp_avg_sq, py::handle grad, py::handle working, const py::sequence& segments,
-                  double grad_scale, const py::iterable& after) {
+                  double grad_scale, const py::iterable& after, const py::object& out) {
     Tensors tensors("adam");
     AdamArrays arrays;
     arrays.master = tensors.floats(master, "master", {kFloat32});
@@ -204,21 +227,45 @@ class PyLane {
     tensors.expect_numel(arrays.exp_avg_sq, "exp_avg_sq", numel);
     tensors.expect_numel(arrays.grad, "grad", numel);
     if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
+    std::optional<AdamOut> outputs;
+    if (!out.is_none()) outputs = parse_out(tensors, arrays, out);
     auto parsed = parse(tensors, segments, numel);
-    const size_t nbytes = ::offload::adam_bytes(arrays, parsed);
+    const size_t nbytes = ::offload::adam_bytes(arrays, parsed, outputs.has_value());
     return submit(tensors, nbytes, after,
-                  [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale](Throttle&) {
-                    run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch);
+                  [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale, outputs](Throttle&) {
+                    run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch, outputs);
                   });
   }
 
-  EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run) {
+  static AdamOut parse_out(Tensors& tensors, const AdamArrays& arrays, const py::object& out) {
+    if (!PyTuple_Check(out.ptr()) || PyTuple_GET_SIZE(out.ptr()) != 4)
+      tensors.refuse("out is not a tuple of four", "Pass (master_out, exp_avg_out, exp_avg_sq_out, working_out).");
+    const py::tuple four = py::reinterpret_borrow<py::tuple>(out);
+    const auto one = [&](size_t i, const char* name, const Array& like) {
+      const Array found = tensors.floats(py::object(four[i]), name, {like.dtype});
+      tensors.expect_numel(found, name, like.numel);
+      return found;
+    };
+    AdamOut outputs{one(0, "master_out", arrays.master),
+                    one(1, "exp_avg_out", arrays.exp_avg),
+                    one(2, "exp_avg_sq_out", arrays.exp_avg_sq),
+                    {}};
+    if (four[3].is_none() != (arrays.working.dtype == Dtype::kNone))
+      tensors.refuse(four[3].is_none() ? "working_out is None, working is not" : "working is None, working_out is not",
+                     "Pass both or neither.");
+    if (!four[3].is_none()) outputs.working = one(3, "working_out", arrays.working);
+    return outputs;
+  }
+
+  EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run,
+                  EventPtr ends = std::make_shared<Event>()) {
     if (getpid() != pid_)
       throw KernelError("lane '" + name() +
                         "' was made before a fork and its thread is not in this process. Make the engine in the "
                         "process that uses it.");
     free_retired();
     Job job;
+    job.event = std::move(ends);
     job.what = tensors.job();
     for (py::handle event : after) {
       if (!py::isinstance<Event>(event))
@@ -302,7 +349,9 @@ PYBIND11_MODULE(_native, m) {
           py::arg("message"))
       .def_property_readonly("start_ns", [](const Event& event) { return event.start_ns.load(); })
       .def_property_readonly("end_ns", [](const Event& event) { return event.end_ns.load(); })
-      .def_readwrite("nbytes", &Event::nbytes);
+      .def_property(
+          "nbytes", [](const Event& event) { return event.nbytes.load(); },
+          [](Event& event, int64_t nbytes) { event.nbytes.store(nbytes); });
 
   py::class_<Pool, std::shared_ptr<Pool>>(m, "WorkerPool")
       .def(py::init(&make_pool), py::arg("threads"))
@@ -315,11 +364,13 @@ PYBIND11_MODULE(_native, m) {
            py::arg("gbps") = 0.0, py::arg("pool") = py::none(), py::arg("isa") = "scalar")
       .def_property_readonly("name", &PyLane::name)
       .def("copy", &PyLane::copy, py::arg("dsts"), py::arg("srcs"), after)
+      .def("move", &PyLane::move, py::arg("dsts"), py::arg("srcs"), py::kw_only(), py::arg("pages") = true, after)
       .def("convert", &PyLane::convert, py::arg("dst"), py::arg("src"), after)
       .def("accumulate", &PyLane::accumulate, py::arg("acc_fp32"), py::arg("src"), after)
       .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
       .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after)
+           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after,
+           py::arg("out") = py::none())
       .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
            py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
       .def("close", &PyLane::close);

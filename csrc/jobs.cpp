@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "pages.h"
+
 namespace offload {
 namespace {
 
@@ -29,6 +31,13 @@ size_t cached_bytes() {
   if (l2 > 0) return size_t(l2) * 2;
 #endif
   return 2 << 20;
+}
+
+void copy_chunks(Pool* pool, char* dst, const char* src, size_t nbytes) {
+  run_chunks(pool, chunks_of(nbytes, kChunkBytes), [&](size_t chunk) {
+    const size_t i = chunk * kChunkBytes;
+    memcpy(dst + i, src + i, std::min(kChunkBytes, nbytes - i));
+  });
 }
 
 }  // namespace
@@ -59,14 +68,18 @@ AdamScalars adam_scalars(const AdamSegment& s, double grad_scale) {
   return out;
 }
 
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments) {
+size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments, bool out_of_place) {
   size_t numel = 0;
   for (const AdamSegment& segment : segments) numel += segment.numel;
-  return numel * (24 + itemsize(arrays.grad.dtype) + itemsize(arrays.working.dtype));
+  const size_t state = 12 + itemsize(arrays.working.dtype);
+  return numel * (12 + itemsize(arrays.grad.dtype) + state) + (out_of_place ? arrays.master.numel - numel : 0) * 2 * state;
 }
 
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch) {
+              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch,
+              const std::optional<AdamOut>& out_of_place) {
+  const AdamOut out =
+      out_of_place.value_or(AdamOut{arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.working});
   // Segments are laid end to end and cut there, so that many small ones cost no more than one large one.
   std::vector<size_t> ends;
   std::vector<AdamScalars> scalars;
@@ -84,11 +97,29 @@ void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arra
       const size_t i = segments[k].offset_numel + begin - (ends[k] - segments[k].numel);
       update({static_cast<float*>(at(arrays.master, i)), static_cast<float*>(at(arrays.exp_avg, i)),
               static_cast<float*>(at(arrays.exp_avg_sq, i)), at(arrays.grad, i), arrays.grad.dtype,
-              at(arrays.working, i), arrays.working.dtype, stop - begin, scalars[k], from_memory,
-              prefetch.value_or(from_memory) ? kPrefetchNumel : 0});
+              static_cast<float*>(at(out.master, i)), static_cast<float*>(at(out.exp_avg, i)),
+              static_cast<float*>(at(out.exp_avg_sq, i)), at(out.working, i), arrays.working.dtype, stop - begin,
+              scalars[k], from_memory, prefetch.value_or(from_memory) ? kPrefetchNumel : 0});
       begin = stop;
     }
   });
+  if (!out_of_place) return;
+  size_t begin = 0;
+  const auto copy_until = [&](size_t end) {
+    const std::pair<const Array&, const Array&> pairs[] = {{out.master, arrays.master},
+                                                           {out.exp_avg, arrays.exp_avg},
+                                                           {out.exp_avg_sq, arrays.exp_avg_sq},
+                                                           {out.working, arrays.working}};
+    for (const auto& [to, from] : pairs)
+      if (from.data && begin < end)
+        copy_chunks(pool, static_cast<char*>(at(to, begin)), static_cast<const char*>(at(from, begin)),
+                    (end - begin) * itemsize(from.dtype));
+  };
+  for (const AdamSegment& segment : segments) {
+    copy_until(segment.offset_numel);
+    begin = segment.offset_numel + segment.numel;
+  }
+  copy_until(arrays.master.numel);
 }
 
 void run_copy(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans) {
@@ -96,13 +127,22 @@ void run_copy(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans
     const size_t part = throttle.active() ? throttle.chunk_bytes() : span.nbytes;
     for (size_t done = 0; done < span.nbytes; done += part) {
       const size_t nbytes = std::min(part, span.nbytes - done);
-      run_chunks(pool, chunks_of(nbytes, kChunkBytes), [&](size_t chunk) {
-        const size_t i = chunk * kChunkBytes;
-        memcpy(span.dst + done + i, span.src + done + i, std::min(kChunkBytes, nbytes - i));
-      });
+      copy_chunks(pool, span.dst + done, span.src + done, nbytes);
       if (throttle.active()) throttle.pay(nbytes);
     }
   }
+}
+
+size_t run_move(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans, bool pages) {
+  std::vector<CopySpan> rest;
+  size_t copied = 0;
+  for (CopySpan span : spans) {
+    const size_t moved = pages ? move_pages(span.dst, const_cast<char*>(span.src), span.nbytes) : 0;
+    rest.push_back({span.dst + moved, span.src + moved, span.nbytes - moved});
+    copied += span.nbytes - moved;
+  }
+  run_copy(pool, throttle, rest);
+  return copied;
 }
 
 void run_convert(const Kernels& kernels, Pool* pool, Array dst, Array src) {

@@ -31,11 +31,17 @@ struct AdamArrays {
   Array master, exp_avg, exp_avg_sq, grad, working;
 };
 
-// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. Whether to
-// prefetch follows from the job's size unless it is said.
+// Where the new state goes when it must not replace the old one. `working` has no data when AdamArrays::working has none.
+struct AdamOut {
+  Array master, exp_avg, exp_avg_sq, working;
+};
+
+// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. With `out`, what
+// lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch = {});
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments);
+              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch = {},
+              const std::optional<AdamOut>& out = {});
+size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments, bool out_of_place = false);
 
 struct CopySpan {
   char* dst;
@@ -43,6 +49,9 @@ struct CopySpan {
   size_t nbytes;
 };
 void run_copy(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans);
+// Makes every dst hold what its src holds, by exchanging their pages where `pages` allows and the kernel does it, else
+// by copying; returns the bytes copied. What src holds afterwards is undefined.
+size_t run_move(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans, bool pages);
 
 void run_convert(const Kernels& kernels, Pool* pool, Array dst, Array src);
 void run_accumulate(const Kernels& kernels, Pool* pool, Array acc, Array src);

@@ -171,46 +171,76 @@ struct BytesMath {
   }
 };
 
-template <class V, class Math, class G, class W, bool kStream>
+// Which outputs go past the caches: those that nobody reads here.
+enum class Stream { kNothing, kWorking, kAll };
+
+template <class V, bool kStream, class T>
+inline void put(typename V::F x, T* p) {
+  if (kStream)
+    V::stream(x, p);
+  else
+    V::store(x, p);
+}
+
+template <class V, class Math, class G, class W, Stream kStream>
 inline void update_at(const AdamRun& run, const Math& math, size_t i) {
   auto p = V::load(run.master + i), m = V::load(run.exp_avg + i), v = V::load(run.exp_avg_sq + i);
   math(p, m, v, V::load(offset<G>(run.grad, i)));
-  V::store(p, run.master + i);
-  V::store(m, run.exp_avg + i);
-  V::store(v, run.exp_avg_sq + i);
-  if (kStream)
-    V::stream(p, offset<W>(run.working, i));
-  else
-    V::store(p, offset<W>(run.working, i));
+  put<V, kStream == Stream::kAll>(p, run.master_out + i);
+  put<V, kStream == Stream::kAll>(m, run.exp_avg_out + i);
+  put<V, kStream == Stream::kAll>(v, run.exp_avg_sq_out + i);
+  put<V, kStream != Stream::kNothing>(p, offset<W>(run.working_out, i));
 }
 
-template <class V, template <class> class Math, class G, class W, bool kStream>
+template <class V, class T>
+inline bool vector_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % (V::kLanes * sizeof(T)) == 0;
+}
+template <class V>
+inline bool vector_aligned(const None*) {
+  return true;
+}
+
+// Whether every output of this element, and so of those a vector further, is aligned for a vector store.
+template <class V, class W, Stream kStream>
+inline bool streams_at(const AdamRun& run, size_t i) {
+  return vector_aligned<V>(offset<W>(run.working_out, i)) &&
+         (kStream != Stream::kAll || (vector_aligned<V>(run.master_out + i) && vector_aligned<V>(run.exp_avg_out + i) &&
+                                      vector_aligned<V>(run.exp_avg_sq_out + i)));
+}
+
+template <class V, template <class> class Math, class G, class W, Stream kStream>
 void update(const AdamRun& run_in) {
   const AdamRun run = run_in;
   const Math<V> math(run.scalars);
   const Math<One> math_one(run.scalars);
+  constexpr bool kFence = kStream == Stream::kAll || (kStream == Stream::kWorking && kWritten<W>);
   size_t i = 0;
-  if (kStream && kWritten<W>) {
-    while (i < run.numel && reinterpret_cast<uintptr_t>(offset<W>(run.working, i)) % (V::kLanes * sizeof(W)) != 0)
-      update_at<One, Math<One>, G, W, false>(run, math_one, i++);
-  }
+  if (kFence)
+    while (i < run.numel && !streams_at<V, W, kStream>(run, i))
+      update_at<One, Math<One>, G, W, Stream::kNothing>(run, math_one, i++);
   for (; i + V::kLanes <= run.numel; i += V::kLanes) {
     if (V::kPrefetch && run.prefetch_numel) {
       const size_t ahead = i + run.prefetch_numel;
-      __builtin_prefetch(run.master + ahead, 1);
-      __builtin_prefetch(run.exp_avg + ahead, 1);
-      __builtin_prefetch(run.exp_avg_sq + ahead, 1);
+      __builtin_prefetch(run.master + ahead, kStream != Stream::kAll);
+      __builtin_prefetch(run.exp_avg + ahead, kStream != Stream::kAll);
+      __builtin_prefetch(run.exp_avg_sq + ahead, kStream != Stream::kAll);
       __builtin_prefetch(offset<G>(run.grad, ahead), 0);
     }
     update_at<V, Math<V>, G, W, kStream>(run, math, i);
   }
-  for (; i < run.numel; ++i) update_at<One, Math<One>, G, W, false>(run, math_one, i);
-  if (kStream && kWritten<W>) V::fence();
+  for (; i < run.numel; ++i) update_at<One, Math<One>, G, W, Stream::kNothing>(run, math_one, i);
+  if (kFence) V::fence();
 }
 
 template <class V, template <class> class Math, class G, class W>
 void update_with(const AdamRun& run) {
-  return run.stream ? update<V, Math, G, W, true>(run) : update<V, Math, G, W, false>(run);
+  if (!run.stream) return update<V, Math, G, W, Stream::kNothing>(run);
+  if (run.master_out == run.master) return update<V, Math, G, W, Stream::kWorking>(run);
+  // Outputs that are never aligned for the same element cannot be streamed together.
+  for (size_t i = 0; i < V::kLanes; ++i)
+    if (streams_at<V, W, Stream::kAll>(run, i)) return update<V, Math, G, W, Stream::kAll>(run);
+  update<V, Math, G, W, Stream::kNothing>(run);
 }
 
 template <class V, template <class> class Math, class G>

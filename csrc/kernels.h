@@ -26,18 +26,22 @@ struct AdamScalars {
   bool lerp_from_grad;       // beta1 <= 0.5: interpolate from the gradient's side, as torch does
 };
 
-// A run of elements with the same scalars. Arrays may start at any element.
+// A run of elements with the same scalars. Arrays may start at any element. The outputs are the inputs themselves
+// (an update in place) or memory of their own.
 struct AdamRun {
-  float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  const float* master;
+  const float* exp_avg;
+  const float* exp_avg_sq;
   const void* grad;
   Dtype grad_dtype;
-  void* working;  // written only; ignored when working_dtype is kNone
+  float* master_out;
+  float* exp_avg_out;
+  float* exp_avg_sq_out;
+  void* working_out;  // ignored when working_dtype is kNone
   Dtype working_dtype;
   size_t numel;
   AdamScalars scalars;
-  bool stream;            // write `working` past the caches
+  bool stream;            // write what is not read past the caches
   size_t prefetch_numel;  // elements ahead that are fetched into the cache; 0 for none
 };
 

@@ -54,7 +54,7 @@ class Event {
   const bool manual;
   std::weak_ptr<LaneState> lane;  // whose job ends it; set before anybody else sees the event
   std::atomic<int64_t> start_ns{0}, end_ns{0};
-  int64_t nbytes = 0;
+  std::atomic<int64_t> nbytes{0};
 
  private:
   bool end(State state, const std::string& why, int64_t t_start_ns, int64_t t_end_ns);

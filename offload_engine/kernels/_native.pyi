@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from offload_engine.kernels.api import AdamSegment
+from offload_engine.kernels.api import AdamOut, AdamSegment
 
 NORM_BLOCK: int
 
@@ -39,6 +39,14 @@ class Lane:
     def copy(
         self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[Event] = ()
     ) -> Event: ...
+    def move(
+        self,
+        dsts: Sequence[torch.Tensor],
+        srcs: Sequence[torch.Tensor],
+        *,
+        pages: bool = True,
+        after: Iterable[Event] = (),
+    ) -> Event: ...
     def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event: ...
     def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event: ...
     def square_sums(
@@ -58,6 +66,7 @@ class Lane:
         segments: Sequence[AdamSegment],
         grad_scale: float = 1.0,
         after: Iterable[Event] = (),
+        out: AdamOut | None = None,
     ) -> Event: ...
     # Adam's byte streams with next to no arithmetic: the bandwidth ceiling of `offload-engine bench update`.
     def adam_bytes(
