@@ -33,17 +33,17 @@ from offload_engine.device import Device, open_device
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
 from offload_engine.optim import (
+    DeviceUpdates,
     OffloadOptimizer,
+    Stepper,
     UpdatePipeline,
-    check_groups,
     check_optimizer,
     check_states,
     clip_factor,
-    global_norm,
     scale_gradients,
-    settings_of,
 )
 from offload_engine.plan import StepPlan
+from offload_engine.policy import check_plan, plan_of, spared_buckets
 from offload_engine.streaming import (
     ExternalChanges,
     GradientStore,
@@ -54,12 +54,12 @@ from offload_engine.streaming import (
     UseOrder,
     map_tensors,
 )
-from offload_engine.timeline import UPDATE, Timeline
+from offload_engine.timeline import CPU_GRADIENT, CPU_UPDATE, UPDATE, Timeline
 
 __all__ = ["OffloadEngine"]
 
 _log = logging.getLogger("offload_engine")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _no_modes = torch._C.DisableTorchFunction
 _owners: weakref.WeakValueDictionary[int, OffloadEngine] = weakref.WeakValueDictionary()
 """Id of a parameter -> the open engine that has it."""
@@ -138,11 +138,19 @@ class OffloadEngine:
             self.host_budget = HostBudget(sized(config.host_memory), host_limits())
             self._slabs = SlabAllocator(self.host_budget, self.device.pin, self.device.unpin)
             undo.callback(self._slabs.close)
-            self._buckets = [Bucket(layout, self._slabs, self.device) for layout in layouts]
+            pin_states = config.device_share > 0 or config.resident_states is not None
+            self._buckets = [
+                Bucket(layout, self._slabs, self.device, pin_states=pin_states) for layout in layouts
+            ]
+            plan = plan_of(config, self._buckets, budget)
+            self._registry = registry
+            self._check_plan(plan)
+            for bucket in spared_buckets(plan, self._buckets):
+                bucket.take_spare(self._slabs)
             self._pool = backend.WorkerPool(threads.update)
-            self._cpu_lane = backend.Lane("cpu_update", pool=self._pool)
+            self._cpu_lane = backend.Lane(CPU_UPDATE, pool=self._pool)
+            self._gradient_lane = backend.Lane(CPU_GRADIENT, pool=self._pool)
             undo.pop_all()
-        self._registry = registry
         self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
         for bucket in self._buckets:
             bucket.adopt(self.device)
@@ -150,19 +158,14 @@ class OffloadEngine:
         log = LaneLog(self.timeline, self.device)
         self._lanes = log
         largest = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self.plan = StepPlan(
-            resident=frozenset(range(len(self._buckets))) if config.keep_resident else frozenset(),
-            lookahead_bytes=sized(config.lookahead_bytes)
-            or (2 * largest if budget is None else min(2 * largest, budget // 8)),
-            update_timing=config.update_timing,
-        )
+        self.plan = plan
         self._order = UseOrder([bucket.index for bucket in self._buckets])
         self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
         self._touched = Touched()
         self._gradients = GradientStore(
-            registry, self._buckets, self.device, log, self._cpu_lane, self._slabs, self._touched
+            registry, self._buckets, self.device, log, self._gradient_lane, self._slabs, self._touched
         )
-        self._gradients.sum_squares_early = config.max_grad_norm is not None
+        self._gradients.expected_micro_batches = config.micro_batches
         self._residency.free_gradients = self._gradients.free_one
         self.device.set_pressure_handler(self._residency.relieve)
         self._external = ExternalChanges(registry, self._buckets, self._touched)
@@ -177,18 +180,32 @@ class OffloadEngine:
             self._order,
             log,
         )
-        self._updates = UpdatePipeline(
-            self._buckets, self._gradients, self._residency, self._cpu_lane, log, self._touched
+        self._device_updates = DeviceUpdates(self.device, log)
+        self._residency.free_states = self._device_updates.release_one
+        self._stepper = Stepper(
+            config,
+            self._gradients,
+            lambda: self.optimizer.param_groups,
+            type(optimizer),
+            self._streamer.phase_s,
         )
+        self._streamer.before_backward = self._stepper.check_backward
+        self._updates = UpdatePipeline(
+            self._buckets,
+            self._gradients,
+            self._residency,
+            self._device_updates,
+            self._cpu_lane,
+            log,
+            self._touched,
+            self._stepper.expected,
+        )
+        self._follow(plan)
         self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
             optimizer, registry, self._buckets, self._step, self._updates.wait_bucket
         )
-        self._optimizer_kind = type(optimizer)
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
-        self.max_grad_norm: float | None = config.max_grad_norm
-        self._norm: float | None = None
-        self._norm_backwards = 0
         self._step_start_ns = self.timeline.clock()
         self._words = [
             f"device: {self.device.kind}, budget {format_bytes(budget) if budget else 'unlimited'}; "
@@ -216,6 +233,46 @@ class OffloadEngine:
         if self.device.kind == "emulated" and not self.config.memory_ledger:
             yield "memory ledger: off (memory_ledger = false): activations are not counted against the budget"
 
+    # The plan.
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        check_plan(
+            plan,
+            self._registry,
+            self._buckets,
+            budget_bytes=self.device.budget_bytes,
+            in_use_bytes=self.device.used_bytes(),
+            host=self.host_budget,
+        )
+
+    def change_plan(self, plan: StepPlan) -> None:
+        """Follow another plan from the next micro-batch on. Changes times and bytes, never numbers.
+
+        Raises:
+            ConfigError, DeviceMemoryError, HostMemoryError: it cannot be carried out; the present one stays.
+            StateError: called inside a forward or backward.
+        """
+        self._check_open()
+        with _no_modes():
+            self._streamer.settle()
+            if self._streamer.busy:
+                raise StateError(
+                    "change_plan was called inside a forward or backward; call it between micro-batches."
+                )
+            self._updates.wait()
+            self._device_updates.close()  # nothing stays on the device while it is checked what may
+            self._residency.evict_idle(keep_resident=False)
+            self._check_plan(plan)
+            for bucket in spared_buckets(plan, self._buckets):
+                bucket.take_spare(self._slabs)
+            self._follow(plan)
+
+    def _follow(self, plan: StepPlan) -> None:
+        self.plan = self._residency.plan = plan
+        self._gradients.sums_on_device = plan.accumulation == "device"
+        self._stepper.follow(plan)
+        self._updates.follow(plan)
+
     def describe(self) -> list[str]:
         """Return the facts of this engine as lines for a log: device, kernels, threads, what is off and why."""
         return list(self._words)
@@ -232,15 +289,20 @@ class OffloadEngine:
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = self.device.to_device(tensor)
-            narrow = cast is torch.bfloat16 and moved.dtype is torch.float32
+            narrow = cast is not None and moved.dtype is torch.float32
             return moved.to(cast) if narrow else moved
 
         return map_tensors(value, move)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run `loss.backward(**kwargs)`. Afterwards every gradient is in `p.grad`, on the host."""
+        """Run `loss.backward(**kwargs)`, in fp16 of the scaled loss. Afterwards every gradient is in `p.grad`, on the host."""
         self._check_open()
-        loss.backward(**kwargs)
+        self._stepper.scale_loss(loss).backward(**kwargs)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale (fp16; else the loss itself), for a `backward()` of your own."""
+        self._check_open()
+        return self._stepper.scale_loss(loss)
 
     def step(self) -> None:
         """Start the update of every parameter that has a gradient, and return.
@@ -258,16 +320,9 @@ class OffloadEngine:
             self._streamer.end_step()
             self._external.sweep()
             entries = [entry for entry in self._gradients.settle() if entry.group is not None]
-            scale = 1.0
-            if self.max_grad_norm is not None:
-                norm = self._keep_norm(global_norm(self._gradients, entries))
-                scale = clip_factor(norm, self.max_grad_norm)
-            check_groups(self.optimizer.param_groups)
-            settings = {
-                id(group): settings_of(group, self._optimizer_kind) for group in self.optimizer.param_groups
-            }
-            self.steps += 1
-            self._updates.start(self.steps, entries, settings, scale, self._order.first_uses())
+            order = self._order.first_uses()
+            if self._stepper.step(self.steps + 1, entries, self._updates, order):
+                self.steps += 1
             self._gradients.end_step()
             self._residency.end_step()
             if self.plan.update_timing == "serial":
@@ -289,17 +344,13 @@ class OffloadEngine:
         with _no_modes():
             self._streamer.settle()
             entries = self._gradients.settle()
-            norm = global_norm(self._gradients, entries)
+            norm = self._stepper.norm_of(entries)
             factor = clip_factor(norm, float(max_norm))
             if factor != 1.0:
                 for index in {entry.bucket_index for entry in entries}:
                     self._updates.wait_bucket(self._buckets[index])
                 scale_gradients(self._gradients, entries, factor)
-            return torch.tensor(self._keep_norm(norm), dtype=torch.float64)
-
-    def _keep_norm(self, norm: float) -> float:
-        self._norm, self._norm_backwards = norm, self._gradients.backwards
-        return norm
+            return torch.tensor(self._stepper.keep_norm(norm), dtype=torch.float64)
 
     @property
     def grad_norm(self) -> float:
@@ -309,10 +360,26 @@ class OffloadEngine:
         """
         with _no_modes():
             self._streamer.settle()
-            if self._norm is not None and self._norm_backwards == self._gradients.backwards:
-                return self._norm
+            kept = self._stepper.kept_norm()
+            if kept is not None:
+                return kept
             self._check_open()
-            return global_norm(self._gradients, self._gradients.settle())
+            return self._stepper.norm_of(self._gradients.settle())
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What `step()` clips the global gradient norm to; None: it does not."""
+        return self._stepper.max_grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward's gradients are multiplied by: 1, but in fp16."""
+        return self._stepper.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that fp16 gradients made overflow, and that were skipped."""
+        return 0 if self._stepper.scaler is None else self._stepper.scaler.skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters of the optimizer."""
@@ -389,6 +456,8 @@ class OffloadEngine:
             self._external.sweep()
             self._updates.wait()
             facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
+            if self._stepper.scaler is not None:
+                facts["loss_scale"] = self._stepper.scaler.state()
             save_state(
                 path,
                 self.module,
@@ -421,6 +490,9 @@ class OffloadEngine:
                 if entry.param.data_ptr() != entry.host_address:
                     entry.param.data = entry.host_view
             self.steps = int(facts["steps"])
+            self._updates.early.drop_all()
+            if self._stepper.scaler is not None and "loss_scale" in facts:
+                self._stepper.scaler.load(facts["loss_scale"])
             torch.set_rng_state(generators["cpu"])
             if self.device.torch_device.type in generators and self.device.torch_device.type != "cpu":
                 torch.get_device_module(self.device.torch_device).set_rng_state(
@@ -499,6 +571,7 @@ class OffloadEngine:
         for finish in (
             self.synchronize,
             self._external.sweep,
+            self._device_updates.close,
             self._streamer.close,
             partial(self._residency.evict_idle, keep_resident=False),
             self.optimizer.detach,
@@ -516,6 +589,7 @@ class OffloadEngine:
         self._updates.guard.remove()
         self.device.set_pressure_handler(None)
         self._cpu_lane.close()
+        self._gradient_lane.close()
         self._pool.close()
         self.device.close()
         self._slabs.close()

@@ -1,7 +1,14 @@
 """Buckets: the registry of parameters, their layout in flat buckets, and buckets with memory."""
 
 from offload_engine.buckets.bucket import Bucket, Residency, state_bytes
-from offload_engine.buckets.layout import BucketLayout, Shard, check_budget, default_bucket_bytes, plan_layout
+from offload_engine.buckets.layout import (
+    BucketLayout,
+    Shard,
+    check_budget,
+    default_bucket_bytes,
+    need_beside,
+    plan_layout,
+)
 from offload_engine.buckets.registry import ParameterEntry, Registry, Unit, discover
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "check_budget",
     "default_bucket_bytes",
     "discover",
+    "need_beside",
     "plan_layout",
     "state_bytes",
 ]

@@ -12,7 +12,7 @@ from offload_engine.buckets.registry import ParameterEntry, Registry, Unit
 from offload_engine.config import format_bytes
 from offload_engine.errors import DeviceMemoryError
 
-__all__ = ["ALIGN_NUMEL", "BucketLayout", "Shard", "check_budget", "plan_layout"]
+__all__ = ["ALIGN_NUMEL", "BucketLayout", "Shard", "check_budget", "need_beside", "plan_layout"]
 
 ALIGN_NUMEL = 32
 """Every parameter starts at a multiple of this many elements: 64 bytes even at 2 bytes per element."""
@@ -166,6 +166,16 @@ def check_budget(
         f"needs {', '.join(parts)}. The smallest budget that works is {smallest} bytes ({format_bytes(smallest)}) plus "
         f"the activations of one micro-batch: raise device_memory, {remedy}."
     )
+
+
+def need_beside(registry: Registry, layouts: list[BucketLayout], staying: frozenset[int]) -> int:
+    """Return the device bytes of the buckets that stay and of the neediest module's others, without activations."""
+    resident = sum(layouts[index].nbytes for index in staying)
+    needs = (
+        sum(layout.nbytes for layout in need.layouts if layout.index not in staying) + need.gradient_bytes
+        for need in (_need_of(unit, around, layouts) for unit, around in _nested(registry))
+    )
+    return resident + max(needs, default=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,21 @@
-"""The optimizer: the facade that users see, the CPU update pipeline, exact clipping, the guard over pending values."""
+"""The optimizer: the facade that users see, updates where and when the plan says, exact clipping, the loss scale."""
 
 from offload_engine.optim.clipping import clip_factor, global_norm, scale_gradients
-from offload_engine.optim.groups import check_groups, check_optimizer, settings_of
+from offload_engine.optim.device_update import DeviceUpdates, device_update_bytes
+from offload_engine.optim.groups import check_optimizer
 from offload_engine.optim.optimizer import OffloadOptimizer, check_states
+from offload_engine.optim.step import Stepper
 from offload_engine.optim.update import UpdatePipeline
 
 __all__ = [
+    "DeviceUpdates",
     "OffloadOptimizer",
+    "Stepper",
     "UpdatePipeline",
-    "check_groups",
     "check_optimizer",
     "check_states",
     "clip_factor",
+    "device_update_bytes",
     "global_norm",
     "scale_gradients",
-    "settings_of",
 ]

@@ -59,11 +59,13 @@ class ReadGuard(TorchFunctionMode):
     """Owns: its place in the mode stacks, from `install` to `remove`.
 
     Args:
-        wait: called with a bucket whose update must be done before the call goes on.
+        wait: called with a bucket whose update must be done before the call goes on, and the kind of slab it is about.
         touched: where buckets are noted that somebody may have written.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], wait: Callable[[Bucket], None], touched: Touched) -> None:
+    def __init__(
+        self, buckets: Iterable[Bucket], wait: Callable[[Bucket, str], None], touched: Touched
+    ) -> None:
         super().__init__()
         self._wait = wait
         self._touched = touched
@@ -111,8 +113,8 @@ class ReadGuard(TorchFunctionMode):
                     slab = self._slab_of.get(id(value.untyped_storage()))
                     if slab is not None:
                         bucket, kind = slab
-                        if bucket.pending_update is not None:
-                            self._wait(bucket)
+                        if bucket.pending_update is not None or kind in bucket.elsewhere:
+                            self._wait(bucket, kind)
                         if writes:
                             self._touched.note(bucket, kind)
             elif isinstance(value, tuple | list):

@@ -78,7 +78,13 @@ class _ParameterState(dict[str, torch.Tensor]):
         return {key: value.clone() for key, value in self.items()}
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # which torch.load takes with weights_only=True
+        return (
+            OrderedDict,
+            (),
+            None,
+            None,
+            iter(self.items()),
+        )  # which torch.load takes with weights_only=True
 
 
 class _StateView(MutableMapping[torch.Tensor, _State]):

@@ -1,153 +1,228 @@
-"""The update pipeline: one fused CPU pass per bucket, queued in the order of the next forward's use.
+"""The update pipeline: one fused pass per bucket, where and when the plan says, the same bits either way.
 
-Called by the optimizer's `step()`. Invariants: settings and counters are read at the call; the update of a bucket
-starts only when its gradients have landed; whoever needs a bucket's values waits for its `pending_update`.
+Called by the optimizer's `step()` and, for updates ahead of it, by the gradient store. Invariants: settings and
+counters are read at the call; the update of a bucket starts only when its gradients have landed; whoever needs a
+bucket's values waits for its `pending_update`; before `step()` nothing but spare arrays changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry
-from offload_engine.kernels import AdamSegment, Lane
+from offload_engine.kernels import Event, Lane
+from offload_engine.optim.device_update import DeviceUpdates, UpdateJob
+from offload_engine.optim.early import EarlyUpdates
 from offload_engine.optim.groups import GroupSettings
 from offload_engine.optim.guard import ReadGuard
-from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, Touched, runs_of
+from offload_engine.optim.segments import Part, parts_of
+from offload_engine.plan import StepPlan
+from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, Touched
 from offload_engine.timeline import CAUSE_READ, CPU_UPDATE
 
-__all__ = ["UpdatePipeline"]
+__all__ = ["Settings", "UpdatePipeline"]
+
+Settings = Mapping[int, GroupSettings]
+"""Id of a param group's dictionary -> its snapshot."""
 
 
 class UpdatePipeline:
-    """Owns: the pending updates, and the guard over what they write."""
+    """Owns: the pending updates, those made ahead, and the guard over what they write.
+
+    Args:
+        expected: returns the settings and the gradient factor that `step()` will use if nothing comes in between, or
+            None when no update may be made ahead of it.
+    """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         gradients: GradientStore,
         residency: ResidencyManager,
+        device_updates: DeviceUpdates,
         lane: Lane,
         log: LaneLog,
         touched: Touched,
+        expected: Callable[[], tuple[Settings, float] | None],
     ) -> None:
         self._buckets = buckets
         self._gradients = gradients
         self._residency = residency
+        self._device_updates = device_updates
         self._lane = lane
         self._log = log
         self._step = 0
+        self._expected = expected
+        self.early = EarlyUpdates(lane, log)
+        self._on_device: frozenset[int] = frozenset()
+        self._spared: frozenset[int] = frozenset()
+        self._recent: list[Event] = []
         self.guard = ReadGuard(buckets, self.wait_bucket, touched)
+        gradients.on_complete = self._update_early
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take over where and when a plan wants updates. Between steps only."""
+        optimized = [bucket.index for bucket in self._buckets if bucket.layout.optimized]
+        resident = plan.resident_states & frozenset(optimized)
+        self._on_device = plan.updated_on_device(optimized) | resident
+        for index in self._device_updates.resident - resident:
+            self._device_updates.release(self._buckets[index])
+        self._device_updates.resident = resident
+        self._spared = frozenset(
+            bucket.index for bucket in self._buckets if bucket.spare and bucket.index not in self._on_device
+        )
+
+    # Ahead of step().
+
+    def _update_early(self, bucket: Bucket) -> None:
+        """Start a bucket's update while backward goes on, if the plan has spare arrays for it."""
+        if bucket.index not in self._spared:
+            return
+        expected = self._expected()
+        if expected is None:
+            return
+        settings, scale = expected
+        entries = [
+            entry
+            for entry in bucket.entries
+            if entry.group is not None and (entry.landed or entry.param.grad is not None)
+        ]
+        if entries and all(id(entry.group) in settings for entry in entries):
+            self.early.start(bucket, entries, parts_of(bucket, entries, settings), scale)
+
+    # In step().
 
     def start(
         self,
         step: int,
         entries: Sequence[ParameterEntry],
-        settings: dict[int, GroupSettings],
+        settings: Settings,
         grad_scale: float,
         order: Sequence[int],
     ) -> None:
-        """Queue the updates of `entries` and count their steps. Returns at once.
+        """Queue the updates of `entries` and count their steps. Returns at once, but for what the device does.
 
         Args:
             step: number of this optimizer step, for messages.
-            settings: id of the param group's dictionary -> its snapshot.
-            grad_scale: factor of every gradient (the clip factor).
+            grad_scale: factor of every gradient (unscale and clip factor).
             order: bucket indices, first needed first.
         """
         self._step = step
         by_bucket: dict[int, list[ParameterEntry]] = {}
         for entry in entries:
-            entry.step += 1
             by_bucket.setdefault(entry.bucket_index, []).append(entry)
+        self._recent = []
+        device_jobs: list[UpdateJob] = []
         for index in order:
             group = by_bucket.get(index)
-            if group:
-                self._start_bucket(self._buckets[index], group, settings, grad_scale)
+            if group is None:
+                self.early.drop(self._buckets[index])
+                continue
+            bucket = self._buckets[index]
+            parts = parts_of(bucket, group, settings)
+            if index in self._on_device:
+                self.early.drop(bucket)
+                device_jobs.append(UpdateJob(bucket, parts))
+            else:
+                self._start_on_cpu(bucket, group, parts, grad_scale)
+        for entry in entries:
+            entry.step += 1
+        if device_jobs:
+            left = self._device_updates.run(device_jobs, grad_scale)
+            refused = {job.bucket.index for job in left}
+            for job in device_jobs:
+                if job.bucket.index not in refused:
+                    self._changed(job.bucket)
+            for job in left:
+                job.bucket.bring_back()
+                self._update_in_place(job.bucket, job.parts, grad_scale)
+                self._changed(job.bucket)
         for entry in entries:
             # As any in-place update does: a graph made before it must not be used after it.
             torch.autograd.graph.increment_version(entry.param)
             entry.seen_version = entry.param._version
         self.guard.install()
 
-    def _start_bucket(
-        self,
-        bucket: Bucket,
-        entries: list[ParameterEntry],
-        settings: dict[int, GroupSettings],
-        grad_scale: float,
+    def _start_on_cpu(
+        self, bucket: Bucket, entries: Sequence[ParameterEntry], parts: Sequence[Part], grad_scale: float
     ) -> None:
+        if bucket.index not in self._residency.plan.resident:
+            self._residency.evict(bucket)
+        made = self.early.take(bucket, entries, parts, grad_scale)
+        if made is not None:
+            bucket.pending_update = self.early.commit(bucket, made)
+            self._recent.append(made)
+        else:
+            bucket.bring_back()
+            self._update_in_place(bucket, parts, grad_scale)
+        self._changed(bucket)
+
+    def _update_in_place(self, bucket: Bucket, parts: Sequence[Part], grad_scale: float) -> None:
         assert bucket.master is not None and bucket.exp_avg is not None and bucket.exp_avg_sq is not None
         working = None if bucket.is_own_master else bucket.working
-        after = [] if bucket.pending_update is None else [bucket.pending_update]
-        segments: dict[bool, list[AdamSegment]] = {}
-        for in_accumulator, runs in _runs_by_settings(entries, settings).items():
-            segments[in_accumulator] = [
-                AdamSegment(
-                    offset,
-                    numel,
-                    chosen.lr,
-                    chosen.beta1,
-                    chosen.beta2,
-                    chosen.eps,
-                    chosen.weight_decay,
-                    step,
-                    chosen.decoupled,
-                    chosen.maximize,
-                )
-                for offset, numel, chosen, step in runs
-            ]
-        for in_accumulator, part in segments.items():
-            grad = bucket.accumulator if in_accumulator else bucket.grad
-            assert grad is not None
+        before = [] if bucket.pending_update is None else [bucket.pending_update]
+        if bucket.transfer is not None:
+            before.append(bucket.transfer.event)  # a fetch that still reads what is about to change
+        for part in parts:
             event = self._lane.adam(
-                bucket.master, bucket.exp_avg, bucket.exp_avg_sq, grad, working, part, grad_scale, after
+                bucket.master,
+                bucket.exp_avg,
+                bucket.exp_avg_sq,
+                part.grad,
+                working,
+                part.segments,
+                grad_scale,
+                [*before, *bucket.gradient_ready],
             )
-            numel = sum(segment.numel for segment in part)
-            per_element = 24 + grad.element_size() + (0 if working is None else working.element_size())
             self._log.job(
-                event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=numel * per_element
+                event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=event.nbytes
             )
-            bucket.pending_update = event
-            bucket.update_step = self._step
+            bucket.pending_update = bucket.gradient_reader = event
+            self._recent.append(event)
+
+    def _changed(self, bucket: Bucket) -> None:
+        """Note that the host values are new: what the device has of them is old."""
+        bucket.update_step = self._step
         bucket.version += 1
         if bucket.index not in self._residency.plan.resident:
             self._residency.evict(bucket)
 
-    def wait_bucket(self, bucket: Bucket) -> None:
-        """Wait for a bucket's update, because somebody reads or writes what it works on.
+    @property
+    def bucket_count(self) -> int:
+        """How many buckets there are."""
+        return len(self._buckets)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the CPU worked on the last step's updates, of those that are done."""
+        return sum(event.end_ns - event.start_ns for event in self._recent if event.done()) / 1e9
+
+    # Waiting.
+
+    def wait_bucket(self, bucket: Bucket, kind: str | None = None) -> None:
+        """Wait for a bucket's update, because somebody reads or writes what it works on, and fetch what is elsewhere.
+
+        Args:
+            kind: of the slab that is read; None: all of them.
 
         Raises:
             KernelError: the update failed; the message has the step.
         """
         pending = bucket.pending_update
-        if pending is None:
-            return
-        if not pending.done():
+        if pending is not None:
+            if not pending.done():
+                with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
+                    bucket.wait_update()
+            bucket.wait_update()
+            bucket.pending_update = None
+        if bucket.elsewhere:
             with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
-                bucket.wait_update()
-        bucket.wait_update()
-        bucket.pending_update = None
+                bucket.bring_back(*(() if kind is None else (kind,)))
 
     def wait(self) -> None:
-        """Wait for every pending update."""
+        """Wait for every pending update, and have every value on the host."""
         for bucket in self._buckets:
             self.wait_bucket(bucket)
         self._log.reap()
-
-
-def _runs_by_settings(
-    entries: list[ParameterEntry], settings: dict[int, GroupSettings]
-) -> dict[bool, list[tuple[int, int, GroupSettings, int]]]:
-    """Join neighbours that have the same settings, counter and gradient source: few segments for many parameters."""
-    classes: dict[tuple[bool, GroupSettings, int], list[ParameterEntry]] = {}
-    for entry in entries:
-        assert entry.group is not None
-        key = (entry.in_accumulator, settings[id(entry.group)], int(entry.step))
-        classes.setdefault(key, []).append(entry)
-    result: dict[bool, list[tuple[int, int, GroupSettings, int]]] = {}
-    for (in_accumulator, chosen, step), members in classes.items():
-        runs = [(offset, numel, chosen, step) for offset, numel in runs_of(members)]
-        result.setdefault(in_accumulator, []).extend(runs)
-    return result

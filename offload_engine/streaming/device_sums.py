@@ -18,22 +18,27 @@ __all__ = ["DeviceSums"]
 
 
 class DeviceSums:
-    """Owns: one device buffer per bucket that has a sum, allocated from its first gradient until `free`."""
+    """Owns: one device buffer per bucket that has a sum, with its memory from a first gradient until `free`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._buffers: dict[int, tuple[DeviceBuffer, torch.Tensor]] = {}
+        self._buffers: dict[int, DeviceBuffer] = {}
+        self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, bucket: Bucket, items: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> bool:
         """Add gradients (flat, in working dtype) to their sums, or begin them. False if the device has no room."""
         if bucket.index not in self._buffers:
-            buffer = self._device.new_buffer(f"gradient sum of bucket {bucket.name}", 4 * bucket.numel)
-            try:
-                buffer.allocate()
-            except DeviceMemoryError:
-                return False
-            self._buffers[bucket.index] = (buffer, buffer.view(torch.float32, 0, (bucket.numel,), (1,)))
-        total = self._buffers[bucket.index][1]
+            self._buffers[bucket.index] = self._device.new_buffer(
+                f"gradient sum of bucket {bucket.name}", 4 * bucket.numel
+            )
+        buffer = self._buffers[bucket.index]
+        try:
+            buffer.allocate()
+        except DeviceMemoryError:
+            return False
+        if bucket.index not in self._sums:
+            self._sums[bucket.index] = buffer.view(torch.float32, 0, (bucket.numel,), (1,))
+        total = self._sums[bucket.index]
         for entry, grad in items:
             part = bucket.span(entry, total)
             if entry.on_device_sum:
@@ -45,13 +50,14 @@ class DeviceSums:
 
     def sum_of(self, bucket: Bucket, entry: ParameterEntry) -> torch.Tensor:
         """Return the sum of one parameter: fp32, 1-D, on the device."""
-        return bucket.span(entry, self._buffers[bucket.index][1])
+        return bucket.span(entry, self._sums[bucket.index])
 
     def free(self, bucket: Bucket) -> None:
         """Give the bucket's memory back, unless a parameter of it still has its sum there. Idempotent."""
         if bucket.index in self._buffers and not any(entry.on_device_sum for entry in bucket.entries):
-            self._buffers.pop(bucket.index)[0].free()
+            self._buffers[bucket.index].free()
 
     def held(self) -> list[int]:
         """Return the buckets that have sums on the device, the largest first."""
-        return sorted(self._buffers, key=lambda index: -self._buffers[index][0].nbytes)
+        held = [index for index, buffer in self._buffers.items() if buffer.allocated]
+        return sorted(held, key=lambda index: -self._buffers[index].nbytes)

@@ -570,6 +570,14 @@ class GradientStore:
             present.append(entry)
         return present
 
+    def first_not_finite(self, entries: Sequence[ParameterEntry]) -> str:
+        """Return the name of the first parameter whose gradient, as summed for the norm, is infinite or NaN."""
+        for entry in entries:
+            part = self._partials[self._partial_offset[entry.index] : self._partial_end(entry)]
+            if not bool(torch.isfinite(part).all()):
+                return entry.name
+        return "?"
+
     def _wait_events(self) -> None:
         """Wait for what was queued outside a backward: sums of squares, sums from the device."""
         events, self._events = self._events, []

@@ -94,6 +94,10 @@ class Streamer:
         self._root_depth = 0
         self._pass_kind = ""
         self._phase_start_ns = 0
+        self.phase_s: dict[str, float] = {}
+        """Phase -> seconds of the last one."""
+        self.before_backward: Callable[[int], None] = lambda task: None
+        """Called with autograd's number of a backward that begins; may raise, and the backward fails."""
         self._backward_tasks: dict[int, weakref.ref[_Task]] = {}
         self._differentiable = False
         """Whether the backward in progress makes a graph of its own (create_graph=True)."""
@@ -181,10 +185,15 @@ class Streamer:
         self._pass_kind = ""
         self._order.end()
         self._log.idle()
-        if self._log.timeline.enabled:
-            self._log.timeline.phase(kind, self._phase_start_ns, self._log.timeline.clock())
+        self._record_phase(kind)
         if not torch.is_grad_enabled():
             self._residency.evict_idle()
+
+    def _record_phase(self, kind: str) -> None:
+        now = self._log.timeline.clock()
+        self.phase_s[kind] = (now - self._phase_start_ns) / 1e9
+        if self._log.timeline.enabled:
+            self._log.timeline.phase(kind, self._phase_start_ns, now)
 
     def _enter(self, unit: Unit) -> None:
         with _no_modes():
@@ -352,6 +361,7 @@ class Streamer:
         task = _graph_task_id()
         if task == -1 or task in self._backward_tasks:
             return
+        self.before_backward(task)
         if not self._backward_tasks:
             self._end_open_pass()
             self._gradients.take_touched()
@@ -381,8 +391,12 @@ class Streamer:
             self._order.end()
             self._pass_kind = ""
             self._residency.evict_idle()
-            if self._log.timeline.enabled:
-                self._log.timeline.phase(BACKWARD, self._phase_start_ns, self._log.timeline.clock())
+            self._record_phase(BACKWARD)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is in progress."""
+        return self._root_depth > 0 or bool(self._stack) or bool(self._backward_tasks)
 
     def settle(self) -> None:
         """Close what an exception, or a call of a part of the model, has left open."""

@@ -32,6 +32,8 @@ class ResidencyManager:
         self.plan = plan
         self.free_gradients: Callable[[], bool] = lambda: False
         """Waits for one gradient copy to finish and frees its device memory; False when there is none."""
+        self.free_states: Callable[[], bool] = lambda: False
+        """Brings one bucket's resident states home and frees their memory; False when there are none."""
         self._clock = 0
         self._expected: frozenset[int] = frozenset()
         self._other_peak_bytes = -1
@@ -195,9 +197,10 @@ class ResidencyManager:
             if freed:
                 continue
             ahead = [b for b in self._buckets if b.residency is not Residency.HOST and b.uses == 0]
-            if not ahead:
+            if ahead:
+                self.evict(max(ahead, key=lambda bucket: bucket.last_use))
+            elif not self.free_states():
                 return
-            self.evict(max(ahead, key=lambda bucket: bucket.last_use))
 
     # Evict.
 
