@@ -12,7 +12,7 @@ from types import ModuleType
 
 from offload_engine.errors import BuildError, ConfigError
 from offload_engine.kernels import reference
-from offload_engine.kernels.api import NORM_BLOCK, AdamSegment, Backend, Event, Lane, WorkerPool
+from offload_engine.kernels.api import NORM_BLOCK, AdamOut, AdamSegment, Backend, Event, Lane, WorkerPool
 
 _native: ModuleType | None
 _import_error: ImportError | None = None
@@ -25,6 +25,7 @@ else:
 
 __all__ = [
     "NORM_BLOCK",
+    "AdamOut",
     "AdamSegment",
     "Backend",
     "Event",

@@ -18,7 +18,8 @@ import torch
 from offload_engine.errors import KernelError
 from offload_engine.kernels import api
 from offload_engine.kernels import numba_kernels as compiled
-from offload_engine.kernels.api import NORM_BLOCK, AdamSegment
+from offload_engine.kernels.api import NORM_BLOCK, AdamOut, AdamSegment
+from offload_engine.kernels.numba_pages import move_pages
 from offload_engine.kernels.numba_threads import Event, LaneThread, WorkerPool
 
 __all__ = ["Event", "Lane", "WorkerPool", "backend"]
@@ -72,7 +73,7 @@ def _scalars(s: AdamSegment, grad_scale: float) -> tuple[Any, ...]:
     return (*(np.float32(value) for value in values), from_grad)
 
 
-def _move(to: int, source: int, nbytes: int, part: int, i: int) -> int:
+def _copy_part(to: int, source: int, nbytes: int, part: int, i: int) -> int:
     """Copy the i-th part between two addresses; return its bytes."""
     size = min(part, nbytes - i * part)
     ctypes.memmove(to + i * part, source + i * part, size)
@@ -92,20 +93,33 @@ class Lane(LaneThread):
         self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[api.Event] = ()
     ) -> Event:
         """Queue raw copies, pair by pair."""
-        if len(dsts) != len(srcs):
-            raise KernelError(f"copy: {len(dsts)} destinations, {len(srcs)} sources. Pass pairs.")
-        for dst, src in zip(dsts, srcs, strict=True):
-            self._check("copy", dst=dst, src=src)
-            if dst.dtype != src.dtype:
-                raise KernelError(
-                    f"copy: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert."
-                )
-            if dst.numel() != src.numel():
-                raise KernelError(
-                    f"copy: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes."
-                )
-        pairs = list(zip(dsts, srcs, strict=True))
-        return self._submit("copy", sum(t.nbytes for t in dsts), lambda: self._copy(pairs), after)
+        pairs = self._check_pairs("copy", dsts, srcs)
+
+        def run() -> None:
+            self._copy(pairs)
+
+        return self._submit("copy", sum(t.nbytes for t in dsts), run, after)
+
+    def move(
+        self,
+        dsts: Sequence[torch.Tensor],
+        srcs: Sequence[torch.Tensor],
+        *,
+        pages: bool = True,
+        after: Iterable[api.Event] = (),
+    ) -> Event:
+        """Queue "each dst holds what its src holds", by exchanging pages where that works, else by copying."""
+        pairs = self._check_pairs("move", dsts, srcs)
+        for dst, src in pairs:
+            to, source = dst.data_ptr(), src.data_ptr()
+            if to < source + src.nbytes and source < to + dst.nbytes:
+                raise KernelError("move: dst and src overlap. Pass separate slabs.")
+        event = Event()
+
+        def run() -> None:
+            event.nbytes = self._copy(pairs, pages=pages)
+
+        return self._submit("move", sum(t.nbytes for t in dsts), run, after, event)
 
     def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[api.Event] = ()) -> Event:
         """Queue a conversion between float32, bfloat16 and float16."""
@@ -168,6 +182,7 @@ class Lane(LaneThread):
         segments: Sequence[AdamSegment],
         grad_scale: float = 1.0,
         after: Iterable[api.Event] = (),
+        out: AdamOut | None = None,
     ) -> Event:
         """Queue one fused Adam or AdamW pass over the segments."""
         tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
@@ -175,9 +190,13 @@ class Lane(LaneThread):
             tensors["working"] = working
         fp32 = ("master", "exp_avg", "exp_avg_sq")
         self._check("adam", fp32=fp32, floats=("grad", "working"), same_numel=True, **tensors)
+        if out is not None:
+            self._check_out(out, master, working)
         ordered = self._check_segments(segments, master.numel())
         p, m, v, g = (_floats(t) for t in (master, exp_avg, exp_avg_sq, grad))
         w = None if working is None else _floats(working)
+        p_out, m_out, v_out = (p, m, v) if out is None else (_floats(t) for t in out[:3])
+        w_out = w if out is None or out[3] is None else _floats(out[3])
         parts = [
             (slice(i, min(i + _CHUNK_NUMEL, s.offset_numel + s.numel)), scalars)
             for s in ordered
@@ -187,13 +206,67 @@ class Lane(LaneThread):
 
         def body(i: int) -> None:
             part, scalars = parts[i]
-            compiled.adam(p[part], m[part], v[part], _read(g, grad.dtype, part), *scalars)
-            if working is not None and w is not None:
-                _write(p[part], w, working.dtype, part)
+            ins, outs = (p[part], m[part], v[part]), (p_out[part], m_out[part], v_out[part])
+            compiled.adam(*ins, _read(g, grad.dtype, part), *outs, *scalars)
+            if working is not None and w_out is not None:
+                _write(p_out[part], w_out, working.dtype, part)
 
-        per_element = 24 + grad.element_size() + (0 if working is None else working.element_size())
-        nbytes = sum(s.numel for s in ordered) * per_element
-        return self._submit("adam", nbytes, lambda: self._run_chunks(len(parts), body), after)
+        gaps: list[slice] = []
+        if out is not None:
+            used = [s for s in ordered if s.numel]
+            ends = [0, *(s.offset_numel + s.numel for s in used)]
+            starts = [*(s.offset_numel for s in used), master.numel()]
+            gaps = [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+        def run() -> None:
+            self._run_chunks(len(parts), body)
+            for gap in gaps:
+                p_out[gap], m_out[gap], v_out[gap] = p[gap], m[gap], v[gap]
+                if w is not None and w_out is not None:
+                    w_out[gap] = w[gap]
+
+        state = 12 + (0 if working is None else working.element_size())
+        nbytes = sum(s.numel for s in ordered) * (12 + grad.element_size() + state)
+        nbytes += sum(gap.stop - gap.start for gap in gaps) * 2 * state
+        return self._submit("adam", nbytes, run, after)
+
+    @classmethod
+    def _check_out(cls, out: AdamOut, master: torch.Tensor, working: torch.Tensor | None) -> None:
+        names = ("master_out", "exp_avg_out", "exp_avg_sq_out", "working_out")
+        if not isinstance(out, tuple) or len(out) != len(names):
+            raise KernelError(f"adam: out is not a tuple of four. Pass ({', '.join(names)}).")
+        if (out[3] is None) != (working is None):
+            found = (
+                "working_out is None, working is not"
+                if working is not None
+                else "working is None, working_out is not"
+            )
+            raise KernelError(f"adam: {found}. Pass both or neither.")
+        tensors = {"master": master} | {
+            name: tensor for name, tensor in zip(names, out, strict=True) if tensor is not None
+        }
+        cls._check("adam", fp32=names[:3], floats=names[3:], same_numel=True, **tensors)
+        if out[3] is not None and working is not None and out[3].dtype != working.dtype:
+            shown = [str(t.dtype).removeprefix("torch.") for t in (out[3], working)]
+            raise KernelError(f"adam: working_out is {shown[0]}. It must be {shown[1]}.")
+
+    @classmethod
+    def _check_pairs(
+        cls, job: str, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if len(dsts) != len(srcs):
+            raise KernelError(f"{job}: {len(dsts)} destinations, {len(srcs)} sources. Pass pairs.")
+        for dst, src in zip(dsts, srcs, strict=True):
+            cls._check(job, dst=dst, src=src)
+            if dst.dtype != src.dtype:
+                raise KernelError(
+                    f"{job}: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert."
+                )
+            if dst.numel() != src.numel():
+                raise KernelError(
+                    f"{job}: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes."
+                )
+        return list(zip(dsts, srcs, strict=True))
 
     @staticmethod
     def _check(
@@ -260,16 +333,23 @@ class Lane(LaneThread):
             lambda i: body(slice(i * _CHUNK_NUMEL, min((i + 1) * _CHUNK_NUMEL, numel))),
         )
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], *, pages: bool = False) -> int:
+        """Copy pair by pair, but for the pages that may and can change places; return the bytes copied."""
+        copied = 0
         for dst, src in pairs:
+            to, source, nbytes = dst.data_ptr(), src.data_ptr(), dst.nbytes
+            moved = move_pages(to, source, nbytes) if pages else 0
+            nbytes -= moved
+            copied += nbytes
             part = min(max(int(self._gbps * 500_000), 4096), 4 << 20) if self._gbps else 1 << 20
-            starts = range(0, dst.nbytes, part)
-            move = functools.partial(_move, dst.data_ptr(), src.data_ptr(), dst.nbytes, part)
+            starts = range(0, nbytes, part)
+            copy = functools.partial(_copy_part, to + moved, source + moved, nbytes, part)
             if self._gbps:
                 for i in range(len(starts)):
-                    self._pay(move(i))
+                    self._pay(copy(i))
             else:
-                self._run_chunks(len(starts), move)
+                self._run_chunks(len(starts), copy)
+        return copied
 
 
 def backend() -> api.Backend:

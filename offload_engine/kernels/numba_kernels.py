@@ -30,6 +30,9 @@ def adam(
     m,
     v,
     g,
+    p_out,
+    m_out,
+    v_out,
     grad_scale,
     decay,
     l2,
@@ -41,7 +44,10 @@ def adam(
     step_size,
     from_grad,
 ):
-    """Update p, m, v in place; every array and scalar is float32. See Note [One formula] in kernels-inl.h."""
+    """Write updated p, m, v, in place when the outputs are the inputs; every array and scalar is float32.
+
+    See Note [One formula] in kernels-inl.h.
+    """
     has_l2 = l2 != np.float32(0)
     for i in range(p.size):
         grad = g[i] * grad_scale
@@ -53,9 +59,9 @@ def adam(
         else:
             mean = m[i] + (grad - m[i]) * lerp
         square = v[i] * beta2 + (one_minus_beta2 * grad) * grad
-        m[i] = mean
-        v[i] = square
-        p[i] = param + (step_size * mean) / (math.sqrt(square) / correction2_sqrt + eps)
+        m_out[i] = mean
+        v_out[i] = square
+        p_out[i] = param + (step_size * mean) / (math.sqrt(square) / correction2_sqrt + eps)
 
 
 @_compiled

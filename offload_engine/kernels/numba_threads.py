@@ -184,7 +184,14 @@ class LaneThread:
             self._ended.wait()
             raise
 
-    def _submit(self, what: str, nbytes: int, run: Callable[[], None], after: Iterable[api.Event]) -> Event:
+    def _submit(
+        self,
+        what: str,
+        nbytes: int,
+        run: Callable[[], None],
+        after: Iterable[api.Event],
+        event: Event | None = None,
+    ) -> Event:
         if self._pid != os.getpid():
             raise KernelError(
                 f"lane {self.name!r} was made before a fork and its thread is not in this process. "
@@ -195,7 +202,7 @@ class LaneThread:
             if not isinstance(one, Event):
                 raise KernelError(f"{what}: after has a {type(one).__name__}. Pass events of this backend.")
             before.append(one)
-        event = Event()
+        event = event or Event()
         event.nbytes, event._lane = nbytes, self
         with self._closing:
             if self._closed:
