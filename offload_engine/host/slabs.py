@@ -1,11 +1,13 @@
 """Host slabs: exact-size, page-aligned, zero-filled memory, pinned through callbacks that the device hands in.
 
 Called by the engine at set-up and at step boundaries, never inside a step. Invariant: memory is unmapped only when
-no tensor views it, and is never unmapped while it is pinned.
+no tensor views it, and is never unmapped while it is pinned. Slabs of 2 MiB or more start on a 2 MiB boundary, so that
+moving them by pages (`kernels.Lane.move`) takes whole page-table entries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Callable
@@ -33,7 +35,8 @@ class SlabAllocator:
     """Hands out host memory by name within a budget.
 
     Owns: one anonymous private mapping per slab, its pinning, and its reservation. torch's own pinned allocator is
-    not used: it rounds sizes up to powers of two.
+    not used: it rounds sizes up to powers of two. The addresses left over around a large slab are never touched, so
+    they take no memory.
 
     Args:
         budget: asked before each allocation.
@@ -76,8 +79,8 @@ class SlabAllocator:
             pinned: False leaves the slab pageable although the allocator can pin.
 
         Returns:
-            1-D uint8 CPU tensor of exactly `nbytes` zeros on a page boundary, pinned if `pin` was given. Views of it
-            keep the mapping alive, also after `close()`, but not its pinning.
+            1-D uint8 CPU tensor of exactly `nbytes` zeros on a page boundary (from 2 MiB on, a 2 MiB boundary), pinned
+            if `pin` was given. Views of it keep the mapping alive, also after `close()`, but not its pinning.
 
         Raises:
             HostMemoryError: the budget or the kernel refuses, or the device cannot pin it.
@@ -118,21 +121,20 @@ class SlabAllocator:
             empty = torch.empty(0, dtype=torch.uint8)
             weakref.finalize(empty, self._budget.release, name).atexit = False
             return empty
+        large = nbytes >= HUGE_PAGE_BYTES
         try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(
+                -1, nbytes + large * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the kernel refused to map {format_bytes(nbytes)} for slab '{name}': {error} "
                 f"({self._budget.limits.words()}). Free memory, or raise the process's address-space limit (ulimit -v)."
             ) from error
-        if self._huge_pages and nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # advice only: a kernel without huge pages works the same with small ones
+        offset = _advise(mapping, nbytes, self._huge_pages) if large else 0
         # The storage holds the mapping, and the mapping's death unmaps it: never call mapping.close(), which would
         # pull the memory from under living views.
-        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=offset)
         weakref.finalize(mapping, self._budget.release, name).atexit = False
         return tensor
 
@@ -147,6 +149,26 @@ class SlabAllocator:
                 f"pinned already: {error} ({self._budget.limits.words()}). Raise the locked-memory limit "
                 "(ulimit -l, or --ulimit memlock=-1 for a container), or use a smaller model."
             ) from error
+
+
+def _advise(mapping: mmap.mmap, nbytes: int, huge_pages: bool) -> int:
+    """Return where a large slab starts in its mapping; ask for huge pages there, and for none in what is left over.
+
+    Without the latter a huge page over the slab's end would make bytes resident that nobody has reserved.
+    """
+    offset = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE_BYTES
+    end = offset + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        advice = [(mmap.MADV_NOHUGEPAGE, 0, offset), (mmap.MADV_NOHUGEPAGE, end, len(mapping) - end)]
+        if huge_pages:
+            advice.append((mmap.MADV_HUGEPAGE, offset, nbytes))
+        for option, start, length in advice:
+            if length > 0:
+                with contextlib.suppress(
+                    OSError
+                ):  # a kernel without huge pages works the same with small ones
+                    mapping.madvise(option, start, length)
+    return offset
 
 
 def _unpin_all(slabs: dict[str, _Slab], unpin: PinCallback | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +49,9 @@ def budget(limit_bytes: int = 64 * MIB) -> HostBudget:
     return HostBudget(limit_bytes, HostLimits(1 << 40, 1 << 40))
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 5 * MIB + 3])
+@pytest.mark.parametrize(
+    "nbytes", [1, 7, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 2 * MIB, 5 * MIB + 3]
+)
 def test_a_slab_is_exact_zero_and_page_aligned(nbytes: int) -> None:
     held = budget()
     allocator = SlabAllocator(held)
@@ -55,10 +59,33 @@ def test_a_slab_is_exact_zero_and_page_aligned(nbytes: int) -> None:
     assert slab.dtype == torch.uint8
     assert slab.shape == (nbytes,)
     assert slab.untyped_storage().nbytes() == nbytes
-    assert slab.data_ptr() % mmap.PAGESIZE == 0
+    assert slab.data_ptr() % (2 * MIB if nbytes >= 2 * MIB else mmap.PAGESIZE) == 0
     assert not slab.any()
     assert held.used_bytes == nbytes == allocator.allocated_bytes
     slab.fill_(255)
+    allocator.close()
+
+
+def resident_pages(address: int, pages: int) -> int:
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert libc.mincore(ctypes.c_void_p(address), size, found) == 0, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mincore")
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_a_large_slab_makes_its_own_bytes_resident_and_no_more(huge_pages: bool) -> None:
+    """Neither the addresses that align it nor a huge page over its end: what is reserved is what it takes."""
+    allocator = SlabAllocator(budget(), huge_pages=huge_pages)
+    nbytes = 6 * MIB - mmap.PAGESIZE  # a huge page at its end would take one page more
+    slab = allocator.allocate("x", nbytes)
+    address, pages = slab.data_ptr(), -(-nbytes // mmap.PAGESIZE)
+    assert resident_pages(address, pages) == 0
+    slab.fill_(1)
+    assert resident_pages(address, pages) == pages
+    assert resident_pages(address + pages * mmap.PAGESIZE, 1) == 0
     allocator.close()
 
 
