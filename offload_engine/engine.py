@@ -295,7 +295,10 @@ class OffloadEngine:
         return map_tensors(value, move)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run `loss.backward(**kwargs)`, in fp16 of the scaled loss. Afterwards every gradient is in `p.grad`, on the host."""
+        """Run `loss.backward(**kwargs)`; in fp16 the scaled loss's, so that every `p.grad` has the loss scale in it.
+
+        Afterwards all gradients are in `p.grad`, on the host.
+        """
         self._check_open()
         self._stepper.scale_loss(loss).backward(**kwargs)
 

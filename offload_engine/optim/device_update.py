@@ -207,7 +207,7 @@ class DeviceUpdates:
         self.updates += 1
 
     def _reserve_scratch(self, bucket: Bucket) -> None:
-        """Have the framework's allocator get the scratch before anything changes: resident states have no other copy."""
+        """Have torch's allocator get the scratch before anything changes: resident states have no other copy."""
         if self._device.torch_device.type != "cpu":
             numel = min(SCRATCH_NUMEL, bucket.numel)
             torch.empty(

@@ -1,6 +1,6 @@
 """Whether to update ahead of the norm: speculate when a step is clipped or overflows seldom enough.
 
-Called once per step by the engine. A pure rule over measured times (formulas: speculate iff p < saved / (saved + redo)).
+Called once per step by the engine. A pure rule over measured times: speculate iff p < saved / (saved + redo).
 """
 
 from __future__ import annotations

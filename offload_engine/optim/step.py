@@ -94,8 +94,8 @@ class Stepper:
         if self.scaler is not None:
             if task not in self._scaled_graphs:
                 raise StateError(
-                    "backward of an unscaled loss under precision = 'fp16': small gradients would be lost as zeros. Use "
-                    "engine.backward(loss), or engine.scale_loss(loss).backward(). The engine unscales, skips and "
+                    "backward of an unscaled loss under precision = 'fp16': small gradients would be lost as zeros. "
+                    "Use engine.backward(loss), or engine.scale_loss(loss).backward(). The engine unscales, skips and "
                     "moves the scale itself: leave a GradScaler of your own out."
                 )
             self._scaled_graphs = {task}
