@@ -79,7 +79,7 @@ size_t move_pages(char* dst, char* src, size_t nbytes) {
   }
   if (!remap_pages(src, dst, size, true)) {
     // A refusal may come after dst was unmapped. Its own pages go back, or empty ones: the caller overwrites it.
-    if (!remap(park, dst, size, false)) {
+    if (!remap_pages(park, dst, size, false)) {
       munmap(park, size);
       map_anew(dst, size);
     }

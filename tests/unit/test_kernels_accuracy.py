@@ -88,6 +88,34 @@ class State:
         lane.adam(new.master, new.exp_avg, new.exp_avg_sq, new.grad, new.working, segments, grad_scale).wait()
         return new
 
+    def step_apart(
+        self,
+        lane: kernels.Lane,
+        segments: list[AdamSegment],
+        grad_scale: float = 1.0,
+        shift: int = 0,
+        skew: int = 0,
+    ) -> State:
+        """Update out of place, into memory full of NaN, and return that; the state itself must stay as it is.
+
+        Each output starts `skew` elements later in its memory than the one before.
+        """
+        starts = itertools.count(shift, skew)
+
+        def empty(t: torch.Tensor) -> torch.Tensor:
+            start = next(starts)
+            return torch.full((t.numel() + start,), math.nan, dtype=t.dtype)[start:]
+
+        old = self.clone()
+        working = None if self.working is None else empty(self.working)
+        new = State(*(empty(t) for t in self.states()), self.grad, working)
+        lane.adam(
+            *self.states(), self.grad, self.working, segments, grad_scale, out=(*new.states(), working)
+        ).wait()
+        assert_same(self, old, "the inputs of an update out of place")
+        assert same_bits(self.grad, old.grad)
+        return new
+
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.master, self.exp_avg, self.exp_avg_sq
 
@@ -206,6 +234,25 @@ def test_has_the_scalar_kernels_bits(kind, grad, working, lanes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grad", FLOATS)
+@pytest.mark.parametrize("working", [*FLOATS, None])
+def test_out_of_place_has_the_bits_of_in_place(kind, grad, working, lanes):
+    """Whatever the dtypes and sizes, and where inputs and outputs start; gaps between segments are copied."""
+    for numel in (1, 15, 33, 70, 4097, 200_003):
+        first = ADAMW._replace(offset_numel=numel // 7, numel=numel // 3)
+        last = ADAMW._replace(
+            offset_numel=numel // 2, numel=numel - numel // 2 - numel // 5, step=3, decoupled=False, beta1=0.4
+        )
+        empty = ADAMW._replace(offset_numel=numel // 2 + numel // 9)
+        before = State.random(numel, grad, working, seed=numel, shift=numel % 4)
+        for segments in ([last, empty, first], [ADAMW._replace(numel=numel)], []):
+            right = before.step(lanes("scalar"), segments, 0.7)
+            for shift, skew in [(0, 0), (1, 0), (8, 0), (0, 1)]:
+                found = before.step_apart(lanes(kind), segments, 0.7, shift, skew)
+                assert_same(found, right, (numel, shift, skew, segments))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_threads_do_not_change_bits(kind, lanes):
     numel = 500_009
     before = State.random(numel, torch.bfloat16, torch.bfloat16, shift=1)
@@ -214,6 +261,8 @@ def test_threads_do_not_change_bits(kind, lanes):
     pool = backend.WorkerPool(3)
     lane = backend.Lane("pooled", pool=pool)
     assert_same(before.step(lane, [ADAMW._replace(numel=numel)]), right, "3 threads")
+    gap = [ADAMW._replace(offset_numel=300_001, numel=numel - 300_001)]
+    assert_same(before.step_apart(lane, gap), before.step(lanes(kind), gap), "out of place, 3 threads")
     pool.close()
     assert_same(before.step(lane, [ADAMW._replace(numel=numel)]), right, "closed pool")
     lane.close()

@@ -88,18 +88,19 @@ def test_signatures_take_the_interface_s_names(lane):
     out = torch.zeros(1, dtype=torch.float64)
     events = [
         lane.copy(dsts=[x.clone()], srcs=[x], after=[]),
+        lane.move(dsts=[x.clone()], srcs=[x.clone()], pages=True, after=()),
         lane.convert(dst=x.half(), src=x, after=()),
         lane.accumulate(acc_fp32=x.clone(), src=x, after=()),
         lane.square_sums(src=x, spans=[(0, 8)], out_f64=out, after=()),
         lane.adam(
             master=x.clone(), exp_avg=x.clone(), exp_avg_sq=x.clone(), grad=x, working=None, segments=[SEGMENT],
-            grad_scale=1.0, after=(),
+            grad_scale=1.0, after=(), out=None,
         ),
     ]  # fmt: skip
     assert all(event.wait(timeout_s=10.0) and event.done() for event in events)
-    assert [event.nbytes for event in events] == [32, 16 + 32, 96, 32, 8 * 28]
+    assert [event.nbytes for event in events] == [32, 32, 16 + 32, 96, 32, 8 * 28]
     assert out.item() == 8.0
-    for name in ("copy", "convert", "accumulate", "square_sums", "adam"):
+    for name in ("copy", "move", "convert", "accumulate", "square_sums", "adam"):
         assert inspect.getdoc(getattr(api.Lane, name))
 
 
@@ -154,6 +155,28 @@ def test_adam_refuses_wrong_segments(lane, change, words):
         lane.adam(*tensors, None, [SEGMENT, SEGMENT._replace(offset_numel=7, numel=1)])
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({0: torch.zeros(7)}, "master_out has 7 elements. It must have 8"),
+        ({1: torch.zeros(8).half()}, "exp_avg_out is float16. It must be float32"),
+        ({2: torch.zeros(16)[::2]}, "exp_avg_sq_out is not contiguous"),
+        ({3: torch.zeros(8)}, "working_out is float32. It must be bfloat16"),
+        ({3: torch.zeros(7).bfloat16()}, "working_out has 7 elements"),
+        ({3: None}, "working_out is None, working is not. Pass both or neither"),
+    ],
+)
+def test_adam_refuses_wrong_outputs(lane, change, words):
+    inputs = [torch.ones(8) for _ in range(4)]
+    out = {0: torch.zeros(8), 1: torch.zeros(8), 2: torch.zeros(8), 3: torch.zeros(8).bfloat16()}
+    with pytest.raises(KernelError, match=f"adam: {words}"):
+        lane.adam(*inputs, torch.ones(8).bfloat16(), [SEGMENT], out=tuple((out | change).values()))
+    with pytest.raises(KernelError, match="working is None, working_out is not. Pass both or neither"):
+        lane.adam(*inputs, None, [SEGMENT], out=tuple(out.values()))
+    with pytest.raises(KernelError, match="out is not a tuple of four"):
+        lane.adam(*inputs, None, [SEGMENT], out=tuple(out.values())[:3])
+
+
 def test_copies_and_conversions_refuse_mismatches(lane):
     x = torch.ones(8)
     refused = [
@@ -161,6 +184,11 @@ def test_copies_and_conversions_refuse_mismatches(lane):
         (lambda: lane.copy([x], [x.bfloat16()]), "dst is (torch.)?float32, src is (torch.)?bfloat16"),
         (lambda: lane.copy([x], [torch.ones(9)]), "dst has 8 elements, src has 9"),
         (lambda: lane.copy([x], [torch.ones(8, device="meta")]), "CPU memory"),
+        (lambda: lane.move([x], [x, x]), "move: 1 destinations, 2 sources"),
+        (lambda: lane.move([x], [x.bfloat16()]), "move: dst is (torch.)?float32, src is (torch.)?bfloat16"),
+        (lambda: lane.move([x], [torch.ones(9)]), "move: dst has 8 elements, src has 9"),
+        (lambda: lane.move([x], [torch.ones(16)[::2]]), "move: src is not contiguous"),
+        (lambda: lane.move([x[:5]], [x[3:]]), "move: dst and src overlap"),
         (lambda: lane.convert(x, torch.ones(8, dtype=torch.int64)), "src is int64"),
         (lambda: lane.convert(x, torch.ones(7)), "src has 7 elements"),
         (lambda: lane.accumulate(x.half(), x), "acc_fp32 is float16"),
