@@ -52,10 +52,10 @@ void manual_only(const Event& event) {
 
 class PyLane {
  public:
-  PyLane(std::string name, double gbps, std::shared_ptr<Pool> pool, const std::string& isa)
+  PyLane(std::string name, double gbps, std::shared_ptr<Pool> pool, const std::string& isa, bool ordered)
       : pid_(getpid()),
         kernels_(find_kernels(isa)),
-        lane_(std::make_unique<Lane>(check(name, gbps, kernels_, isa), gbps, pool, retire)),
+        lane_(std::make_unique<Lane>(check(name, gbps, kernels_, isa), gbps, pool, retire, ordered)),
         pool_(pool) {}
   ~PyLane() {
     if (getpid() != pid_) (void)lane_.release();  // a forked child has no such thread to stop
@@ -71,7 +71,8 @@ class PyLane {
                   [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
   }
 
-  EventPtr move(const py::sequence& dsts, const py::sequence& srcs, bool pages, const py::iterable& after) {
+  EventPtr move(const py::sequence& dsts, const py::sequence& srcs, bool pages, const py::iterable& after,
+                int64_t rank) {
     Tensors tensors("move");
     size_t nbytes = 0;
     const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes);
@@ -84,7 +85,7 @@ class PyLane {
         [pool = pool_, spans, pages, event = event.get()](Throttle& throttle) {
           event->nbytes = int64_t(run_move(pool.get(), throttle, spans, pages));
         },
-        event);
+        event, rank);
   }
 
   EventPtr convert(py::handle dst, py::handle src, const py::iterable& after) {
@@ -127,8 +128,10 @@ class PyLane {
   }
 
   EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
-                const py::sequence& segments, double grad_scale, const py::iterable& after, const py::object& out) {
-    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after, out);
+                const py::sequence& segments, double grad_scale, const py::iterable& after, const py::object& out,
+                int64_t rank) {
+    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after, out,
+                  rank);
   }
 
   EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
@@ -214,7 +217,7 @@ class PyLane {
 
   EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg,
                   py::handle exp_avg_sq, py::handle grad, py::handle working, const py::sequence& segments,
-                  double grad_scale, const py::iterable& after, const py::object& out) {
+                  double grad_scale, const py::iterable& after, const py::object& out, int64_t rank = 0) {
     Tensors tensors("adam");
     AdamArrays arrays;
     arrays.master = tensors.floats(master, "master", {kFloat32});
@@ -234,7 +237,8 @@ class PyLane {
     return submit(tensors, nbytes, after,
                   [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale, outputs](Throttle&) {
                     run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch, outputs);
-                  });
+                  },
+                  std::make_shared<Event>(), rank);
   }
 
   static AdamOut parse_out(Tensors& tensors, const AdamArrays& arrays, const py::object& out) {
@@ -258,7 +262,7 @@ class PyLane {
   }
 
   EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run,
-                  EventPtr ends = std::make_shared<Event>()) {
+                  EventPtr ends = std::make_shared<Event>(), int64_t rank = 0) {
     if (getpid() != pid_)
       throw KernelError("lane '" + name() +
                         "' was made before a fork and its thread is not in this process. Make the engine in the "
@@ -273,6 +277,7 @@ class PyLane {
       job.after.push_back(event.cast<EventPtr>());
     }
     job.run = std::move(run);
+    job.rank = rank;
     job.event->nbytes = int64_t(nbytes);
     job.keep = tensors.take_keep();
     const EventPtr event = job.event;
@@ -360,17 +365,19 @@ PYBIND11_MODULE(_native, m) {
 
   const auto after = py::arg("after") = py::tuple();
   py::class_<PyLane>(m, "Lane")
-      .def(py::init<std::string, double, std::shared_ptr<Pool>, const std::string&>(), py::arg("name"), py::kw_only(),
-           py::arg("gbps") = 0.0, py::arg("pool") = py::none(), py::arg("isa") = "scalar")
+      .def(py::init<std::string, double, std::shared_ptr<Pool>, const std::string&, bool>(), py::arg("name"),
+           py::kw_only(), py::arg("gbps") = 0.0, py::arg("pool") = py::none(), py::arg("isa") = "scalar",
+           py::arg("ordered") = true)
       .def_property_readonly("name", &PyLane::name)
       .def("copy", &PyLane::copy, py::arg("dsts"), py::arg("srcs"), after)
-      .def("move", &PyLane::move, py::arg("dsts"), py::arg("srcs"), py::kw_only(), py::arg("pages") = true, after)
+      .def("move", &PyLane::move, py::arg("dsts"), py::arg("srcs"), py::kw_only(), py::arg("pages") = true, after,
+           py::arg("rank") = 0)
       .def("convert", &PyLane::convert, py::arg("dst"), py::arg("src"), after)
       .def("accumulate", &PyLane::accumulate, py::arg("acc_fp32"), py::arg("src"), after)
       .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
       .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
            py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after,
-           py::arg("out") = py::none())
+           py::arg("out") = py::none(), py::arg("rank") = 0)
       .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
            py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
       .def("close", &PyLane::close);

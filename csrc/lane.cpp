@@ -31,15 +31,29 @@ void prepare_thread(const std::string& name) {
 #endif
 }
 
+// Wakes the lane's thread; below, where a lane's state is known.
+static void notify(LaneState& lane);
+
 bool Event::end(State state, const std::string& why, int64_t t_start_ns, int64_t t_end_ns) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (done()) return false;
-  message_ = why;
-  start_ns.store(t_start_ns);
-  end_ns.store(t_end_ns);
-  state_.store(state, std::memory_order_release);
-  changed_.notify_all();
+  std::vector<std::weak_ptr<LaneState>> watchers;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done()) return false;
+    message_ = why;
+    start_ns.store(t_start_ns);
+    end_ns.store(t_end_ns);
+    state_.store(state, std::memory_order_release);
+    changed_.notify_all();
+    watchers.swap(watchers_);
+  }
+  for (const auto& watcher : watchers)
+    if (const auto lane = watcher.lock()) notify(*lane);
   return true;
+}
+
+void Event::watch(const std::shared_ptr<LaneState>& lane) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!done()) watchers_.push_back(lane);
 }
 
 bool Event::finish(int64_t t_start_ns, int64_t t_end_ns) { return end(State::kDone, "", t_start_ns, t_end_ns); }
@@ -78,6 +92,7 @@ struct LaneState {
   double gbps;
   std::shared_ptr<Pool> pool;
   void (*retire)(std::vector<void*>&&);
+  bool ordered = true;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Job> queue;
@@ -85,10 +100,16 @@ struct LaneState {
   std::atomic<bool> closed{false}, abandoned{false};  // set under the mutex
   std::shared_ptr<Event> waits_for;                   // what the current job waits for
 
+  std::deque<Job>::iterator next();  // the job to do now, or the queue's end; called with the mutex held
   void wait_for(const std::shared_ptr<Event>& event);
   void run(Job& job, Throttle& throttle);
   void run_or_throw(Job& job, Throttle& throttle);
 };
+
+static void notify(LaneState& lane) {
+  { std::lock_guard<std::mutex> lock(lane.mutex); }  // its thread is either waiting, or yet to look
+  lane.changed.notify_all();
+}
 
 namespace {
 
@@ -117,12 +138,13 @@ Registry& registry() {
 
 }  // namespace
 
-Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&))
+Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&), bool ordered)
     : state_(std::make_shared<LaneState>()) {
   state_->name = std::move(name);
   state_->gbps = gbps;
   state_->pool = std::move(pool);
   state_->retire = retire;
+  state_->ordered = ordered;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     auto& states = registry().states;
@@ -139,6 +161,8 @@ Pool* Lane::pool() const { return state_->pool.get(); }
 
 bool Lane::submit(Job& job) {
   job.event->lane = state_;
+  if (!state_->ordered)
+    for (const auto& event : job.after) event->watch(state_);
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     if (state_->closed) return false;
@@ -187,6 +211,16 @@ void Lane::abandon_all() {
   }
 }
 
+std::deque<Job>::iterator LaneState::next() {
+  if (ordered || closed.load()) return queue.begin();  // a closing lane waits for each job in turn, see wait_for
+  auto best = queue.end();
+  for (auto job = queue.begin(); job != queue.end(); ++job) {
+    if (best != queue.end() && job->rank >= best->rank) continue;
+    if (std::all_of(job->after.begin(), job->after.end(), [](auto& event) { return event->done(); })) best = job;
+  }
+  return best;
+}
+
 void LaneState::wait_for(const std::shared_ptr<Event>& event) {
   const auto announce = [this](std::shared_ptr<Event> now) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -231,10 +265,14 @@ void Lane::work(std::shared_ptr<LaneState> state) {
   Throttle throttle(state->gbps, state->abandoned);
   std::unique_lock<std::mutex> lock(state->mutex);
   while (true) {
-    state->changed.wait(lock, [&] { return !state->queue.empty() || state->closed; });
-    if (state->queue.empty()) break;
-    Job job = std::move(state->queue.front());
-    state->queue.pop_front();
+    auto chosen = state->queue.end();
+    state->changed.wait(lock, [&] {
+      chosen = state->next();
+      return chosen != state->queue.end() || state->closed;
+    });
+    if (chosen == state->queue.end()) break;
+    Job job = std::move(*chosen);
+    state->queue.erase(chosen);
     lock.unlock();
     state->run(job, throttle);
     lock.lock();

@@ -52,6 +52,9 @@ class Event {
   std::string message() const;        // why it failed
 
   const bool manual;
+  // Has the lane look at its queue again when the event ends; nothing if it has ended.
+  void watch(const std::shared_ptr<LaneState>& lane);
+
   std::weak_ptr<LaneState> lane;  // whose job ends it; set before anybody else sees the event
   std::atomic<int64_t> start_ns{0}, end_ns{0};
   std::atomic<int64_t> nbytes{0};
@@ -63,6 +66,7 @@ class Event {
   std::condition_variable changed_;
   std::atomic<State> state_{State::kPending};
   std::string message_;
+  std::vector<std::weak_ptr<LaneState>> watchers_;
 };
 
 // Token bucket: pay() returns when the bytes fit the rate. Up to kCreditNs of idle time is kept as credit, which makes
@@ -85,6 +89,7 @@ struct Job {
   std::string what;  // "adam of 4096 elements", for messages
   std::vector<std::shared_ptr<Event>> after;
   std::function<void(Throttle&)> run;
+  int64_t rank = 0;  // of several that could start, a lane that is not ordered takes the lowest
   // Memory that the job uses. Given to Lane's `retire` before the event ends, and never touched by the lane itself.
   std::vector<void*> keep;
   std::shared_ptr<Event> event = std::make_shared<Event>();
@@ -94,8 +99,10 @@ struct Job {
 // Lane itself may go at any time; jobs already submitted are still done.
 class Lane {
  public:
-  // `retire` takes a finished job's memory; it is called on the lane's thread and must not block.
-  Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&));
+  // `retire` takes a finished job's memory; it is called on the lane's thread and must not block. An ordered lane does
+  // its jobs in the order of submission; another one takes, of the jobs that need not wait, the one of the lowest rank.
+  Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&),
+       bool ordered = true);
   ~Lane() { close(); }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
