@@ -148,7 +148,7 @@ class OffloadEngine:
             for bucket in spared_buckets(plan, self._buckets):
                 bucket.take_spare(self._slabs)
             self._pool = backend.WorkerPool(threads.update)
-            self._cpu_lane = backend.Lane(CPU_UPDATE, pool=self._pool)
+            self._cpu_lane = backend.Lane(CPU_UPDATE, pool=self._pool, ordered=False)
             self._gradient_lane = backend.Lane(CPU_GRADIENT, pool=self._pool)
             undo.pop_all()
         self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)

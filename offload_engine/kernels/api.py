@@ -86,7 +86,7 @@ class WorkerPool(Protocol):
 
 
 class Lane(Protocol):
-    """One thread that does its jobs in the order of submission.
+    """One thread that does its jobs in the order of submission; one that is not `ordered` may choose, see `rank`.
 
     Owns: its thread. Each job keeps its tensors alive until it is done; freed memory is given back by the next call
     into the backend. Nobody may write to a job's tensors, or read those it writes, before its event is done.
@@ -115,6 +115,7 @@ class Lane(Protocol):
         *,
         pages: bool = True,
         after: Iterable[Event] = (),
+        rank: int = 0,
     ) -> Event:
         """Queue "each dst holds what its src holds"; what the sources hold afterwards is undefined.
 
@@ -127,6 +128,7 @@ class Lane(Protocol):
             dsts, srcs: pairs of equal dtype and size that do not overlap, in private memory.
             pages: False copies. It must be False for memory that a device has registered (pinned): the device would go
                 on reading the pages that it was told of.
+            rank: as for `adam`.
         """
 
     def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
@@ -159,6 +161,7 @@ class Lane(Protocol):
         grad_scale: float = 1.0,
         after: Iterable[Event] = (),
         out: AdamOut | None = None,
+        rank: int = 0,
     ) -> Event:
         """Queue one fused Adam or AdamW pass over the segments; elements outside them keep their values.
 
@@ -169,6 +172,9 @@ class Lane(Protocol):
             out: tensors like the first three and `working`, None where that is None. The whole new state is written
                 there, elements outside the segments included, with the bits of an update in place; master, exp_avg,
                 exp_avg_sq and working are then only read.
+            rank: a lane that is not ordered takes, of the jobs that have nothing to wait for, the one of the lowest
+                rank, the first submitted among equals. Its jobs come after each other only where `after` says so.
+                (The numba backend does them in order.)
 
         Numerics: one rounding per operation in the order of torch's single-tensor path; every backend and instruction
         set gives the same bits. With s = -lr / (1 - beta1**step), c = sqrt(1 - beta2**step), scalars in double and then
@@ -186,7 +192,9 @@ class Lane(Protocol):
 
 
 class _MakeLane(Protocol):
-    def __call__(self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None) -> Lane: ...
+    def __call__(
+        self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None, ordered: bool = True
+    ) -> Lane: ...
 
 
 class _MakePool(Protocol):

@@ -107,6 +107,7 @@ class Lane(LaneThread):
         *,
         pages: bool = True,
         after: Iterable[api.Event] = (),
+        rank: int = 0,
     ) -> Event:
         """Queue "each dst holds what its src holds", by exchanging pages where that works, else by copying."""
         pairs = self._check_pairs("move", dsts, srcs)
@@ -183,6 +184,7 @@ class Lane(LaneThread):
         grad_scale: float = 1.0,
         after: Iterable[api.Event] = (),
         out: AdamOut | None = None,
+        rank: int = 0,
     ) -> Event:
         """Queue one fused Adam or AdamW pass over the segments."""
         tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}

@@ -154,7 +154,10 @@ class WorkerPool:
 class LaneThread:
     """A lane without its jobs: the queue, the thread, what a job waits for, and the throttle."""
 
-    def __init__(self, name: str, *, gbps: float = 0.0, pool: api.WorkerPool | None = None) -> None:
+    def __init__(
+        self, name: str, *, gbps: float = 0.0, pool: api.WorkerPool | None = None, ordered: bool = True
+    ) -> None:
+        # Not `ordered` is leave to take jobs of a lower rank first, which this backend does not use.
         if not 0 <= gbps < math.inf:
             raise KernelError(f"lane {name!r}: gbps is {gbps}. It must be 0 (no limit) or positive.")
         self.name = name

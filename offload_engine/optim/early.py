@@ -53,9 +53,18 @@ class EarlyUpdates:
         """Updates made in vain since the start."""
 
     def start(
-        self, bucket: Bucket, entries: Sequence[ParameterEntry], parts: Sequence[Part], grad_scale: float
+        self,
+        bucket: Bucket,
+        entries: Sequence[ParameterEntry],
+        parts: Sequence[Part],
+        grad_scale: float,
+        rank: int,
     ) -> None:
-        """Queue the bucket's update out of place, after its gradients and the update before. Replaces an older one."""
+        """Queue the bucket's update out of place, after its gradients and the update before. Replaces an older one.
+
+        Args:
+            rank: how soon the next forward needs the bucket.
+        """
         self.drop(bucket)
         if len(parts) != 1:  # gradients in two arrays: a second pass would take the first one's elements back
             return
@@ -63,7 +72,11 @@ class EarlyUpdates:
         assert bucket.master is not None and bucket.exp_avg is not None and bucket.exp_avg_sq is not None
         spare = bucket.spare
         own = bucket.is_own_master
-        after = [*bucket.gradient_ready, *([] if bucket.pending_update is None else [bucket.pending_update])]
+        before = (
+            bucket.pending_update,
+            bucket.gradient_reader,
+        )  # the latter may be one in vain, into these spares
+        after = [*bucket.gradient_ready, *(event for event in before if event is not None)]
         event = self._lane.adam(
             bucket.master,
             bucket.exp_avg,
@@ -79,6 +92,7 @@ class EarlyUpdates:
                 spare["exp_avg_sq"],
                 None if own else spare["working copy"],
             ),
+            rank=rank,
         )
         self._log.job(
             event, CPU_UPDATE, f"update ahead {bucket.name}", bucket=bucket.index, nbytes=event.nbytes
@@ -100,7 +114,7 @@ class EarlyUpdates:
         self.dropped += 1
         return None
 
-    def commit(self, bucket: Bucket, update: Event) -> Event:
+    def commit(self, bucket: Bucket, update: Event, rank: int) -> Event:
         """Queue the exchange of the bucket's arrays with its spares; return its event.
 
         Pages change places where they can, so every view of the arrays sees the new values; what is pinned is copied.
@@ -115,7 +129,8 @@ class EarlyUpdates:
                     [arrays[kind] for kind in kinds],
                     [bucket.spare[kind] for kind in kinds],
                     pages=not pinned,
-                    after=[update, *transfer],
+                    after=[event, *transfer],
+                    rank=rank,
                 )
                 self._log.job(
                     event, CPU_UPDATE, f"commit {bucket.name}", bucket=bucket.index, nbytes=event.nbytes

@@ -59,6 +59,8 @@ class UpdatePipeline:
         self._on_device: frozenset[int] = frozenset()
         self._spared: frozenset[int] = frozenset()
         self._recent: list[Event] = []
+        self._ranks: dict[int, int] = {}
+        """Bucket -> its place in the next forward: of the updates that could start, the lane takes the first needed."""
         self.guard = ReadGuard(buckets, self.wait_bucket, touched)
         gradients.on_complete = self._update_early
 
@@ -90,7 +92,8 @@ class UpdatePipeline:
             if entry.group is not None and (entry.landed or entry.param.grad is not None)
         ]
         if entries and all(id(entry.group) in settings for entry in entries):
-            self.early.start(bucket, entries, parts_of(bucket, entries, settings), scale)
+            rank = self._ranks.get(bucket.index, bucket.index)
+            self.early.start(bucket, entries, parts_of(bucket, entries, settings), scale, rank)
 
     # In step().
 
@@ -114,6 +117,7 @@ class UpdatePipeline:
         for entry in entries:
             by_bucket.setdefault(entry.bucket_index, []).append(entry)
         self._recent = []
+        self._ranks = {index: place for place, index in enumerate(order)}
         device_jobs: list[UpdateJob] = []
         for index in order:
             group = by_bucket.get(index)
@@ -152,7 +156,9 @@ class UpdatePipeline:
             self._residency.evict(bucket)
         made = self.early.take(bucket, entries, parts, grad_scale)
         if made is not None:
-            bucket.pending_update = self.early.commit(bucket, made)
+            bucket.pending_update = self.early.commit(
+                bucket, made, self._ranks[bucket.index] - len(self._ranks)
+            )
             self._recent.append(made)
         else:
             bucket.bring_back()
@@ -162,9 +168,10 @@ class UpdatePipeline:
     def _update_in_place(self, bucket: Bucket, parts: Sequence[Part], grad_scale: float) -> None:
         assert bucket.master is not None and bucket.exp_avg is not None and bucket.exp_avg_sq is not None
         working = None if bucket.is_own_master else bucket.working
-        before = [] if bucket.pending_update is None else [bucket.pending_update]
-        if bucket.transfer is not None:
-            before.append(bucket.transfer.event)  # a fetch that still reads what is about to change
+        # What still reads or writes these arrays: the update before, one made ahead in vain, a fetch.
+        fetch = None if bucket.transfer is None else bucket.transfer.event
+        known = (bucket.pending_update, bucket.gradient_reader, fetch)
+        before = [event for event in known if event is not None]
         for part in parts:
             event = self._lane.adam(
                 bucket.master,
@@ -175,7 +182,9 @@ class UpdatePipeline:
                 part.segments,
                 grad_scale,
                 [*before, *bucket.gradient_ready],
+                rank=self._ranks.get(bucket.index, 0),
             )
+            before = [event]
             self._log.job(
                 event, CPU_UPDATE, f"update {bucket.name}", bucket=bucket.index, nbytes=event.nbytes
             )

@@ -55,6 +55,45 @@ def test_events_have_times_of_the_monotonic_clock(backend, lane):
     assert before <= event.start_ns <= event.end_ns <= time.perf_counter_ns()
 
 
+def _ranked(lane: kernels.Lane, rank: int, after: list[kernels.Event]) -> kernels.Event:
+    tensors = [torch.zeros(64) for _ in range(4)]
+    segment = kernels.AdamSegment(0, 64, 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, False)
+    return lane.adam(*tensors, None, [segment], after=after, rank=rank)
+
+
+def test_a_lane_that_is_not_ordered_takes_the_lowest_rank_that_can_start():
+    native = kernels.load("native")
+    lane = native.Lane("ranked", ordered=False)
+    gate, late = native.Event.manual(), native.Event.manual()
+    waiting = [_ranked(lane, rank, [gate]) for rank in (3, 1, 2, 1)]
+    blocked = _ranked(lane, 0, [late])  # the lowest rank of all cannot start: the others go first
+    time.sleep(0.02)
+    gate.signal(1, 1)
+    for event in waiting:
+        assert event.wait(5)
+    assert not blocked.done()
+    started = sorted(range(4), key=lambda i: waiting[i].start_ns)
+    assert started == [1, 3, 2, 0]
+    late.signal(1, 1)
+    assert blocked.wait(5)
+    lane.close()
+
+
+def test_a_closing_lane_that_is_not_ordered_does_what_is_queued(backend):
+    lane, other = backend.Lane("ranked", ordered=False), backend.Lane("other")
+    gate = backend.Event.manual()
+    first = other.copy([torch.zeros(8)], [torch.ones(8)], after=[gate])
+    events = [_ranked(lane, rank, [first]) for rank in (2, 1)]
+    threading.Timer(0.05, lambda: gate.signal(1, 1)).start()
+    for event in events:
+        event.wait(5)
+    stuck = _ranked(lane, 0, [backend.Event.manual()])
+    lane.close()
+    with pytest.raises(KernelError, match="nobody had ended"):
+        stuck.wait(1)
+    other.close()
+
+
 def test_jobs_of_a_lane_run_in_order(backend, lane):
     gate = backend.Event.manual()
     value = torch.zeros(100_000)
