@@ -212,6 +212,21 @@ class Device(abc.ABC):
     def move_buffer(self, tensor: torch.Tensor) -> None:
         """Move a module's buffer to the device in place; it stays there until `close`."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a strided tensor's bytes are device memory."""
+        return tensor.device == self.torch_device
+
+    def new_tensor(self, nbytes: int, name: str) -> torch.Tensor:
+        """Return device memory with undefined contents, 1-D uint8; it counts until its last user is gone.
+
+        Raises:
+            DeviceMemoryError: the device budget does not hold it, even after the pressure handler ran.
+        """
+        self._charge(nbytes, name)
+        storage = torch.UntypedStorage(0, device=self.torch_device)
+        self._resize(storage, nbytes, name)
+        return torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage, 0, (nbytes,), (1,))
+
     # Compute order and life time.
 
     @abc.abstractmethod

@@ -146,6 +146,18 @@ class EmulatedDevice(Device):
         if self._ledger is not None:
             self._ledger.count(tensor, "a module buffer")
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        if self._ledger is None:
+            return tensor.device.type == "cpu"
+        return self._ledger.counts(tensor.untyped_storage())
+
+    def new_tensor(self, nbytes: int, name: str) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():  # counted below, once, and under its own name
+            tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if self._ledger is not None:
+            self._ledger.count(tensor, name)
+        return tensor
+
     def mark(self) -> _HostMark:
         return _HostMark()
 

@@ -68,6 +68,10 @@ class MemoryLedger(TorchDispatchMode):
         """Count the storage of `tensor` as device memory from now until its last user is gone."""
         self._add(tensor.untyped_storage(), name)
 
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether this storage is counted now."""
+        return id(storage) in self._live
+
     def live_bytes(self) -> int:
         """Return the bytes that this ledger has counted and not seen freed."""
         return sum(ref.nbytes for ref in list(self._live.values()))

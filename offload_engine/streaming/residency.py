@@ -34,6 +34,8 @@ class ResidencyManager:
         """Waits for one gradient copy to finish and frees its device memory; False when there is none."""
         self.free_states: Callable[[], bool] = lambda: False
         """Brings one bucket's resident states home and frees their memory; False when there are none."""
+        self.free_activations: Callable[[], bool] = lambda: False
+        """Frees one activation that was fetched ahead of its backward; False when there is none."""
         self._clock = 0
         self._expected: frozenset[int] = frozenset()
         self._other_peak_bytes = -1
@@ -194,7 +196,7 @@ class ResidencyManager:
                 continue
             with self._log.waiting(CAUSE_MEMORY, "gradients on their way to the host"):
                 freed = self.free_gradients()
-            if freed:
+            if freed or self.free_activations():
                 continue
             ahead = [b for b in self._buckets if b.residency is not Residency.HOST and b.uses == 0]
             if ahead:

@@ -6,6 +6,7 @@ A leaf: it imports nothing of the package but its errors. Whoever records brings
 from offload_engine.timeline.chrome import load, merge, save
 from offload_engine.timeline.events import (
     BACKWARD,
+    CAUSE_ACTIVATION,
     CAUSE_FETCH,
     CAUSE_GRADIENT,
     CAUSE_MEMORY,
@@ -35,6 +36,7 @@ from offload_engine.timeline.summary import TimelineSummary, Totals, summarise
 __all__ = [
     "BACKWARD",
     "CAUSES",
+    "CAUSE_ACTIVATION",
     "CAUSE_FETCH",
     "CAUSE_GRADIENT",
     "CAUSE_MEMORY",

@@ -34,8 +34,9 @@ CAUSE_UPDATE = "update"  # a bucket's update was not finished when its next fetc
 CAUSE_GRADIENT = "gradient"  # room for, or the copy of, a gradient on its way to the host
 CAUSE_NORM = "norm"  # the global gradient norm
 CAUSE_MEMORY = "memory"  # device memory had to be freed first
+CAUSE_ACTIVATION = "activation"  # an activation on its way to the host, or back for backward
 CAUSE_READ = "read"  # a reader (checkpoint, state_dict, norm) waited for pending work
-CAUSES = (CAUSE_FETCH, CAUSE_UPDATE, CAUSE_GRADIENT, CAUSE_NORM, CAUSE_MEMORY, CAUSE_READ)
+CAUSES = (CAUSE_FETCH, CAUSE_UPDATE, CAUSE_GRADIENT, CAUSE_NORM, CAUSE_MEMORY, CAUSE_ACTIVATION, CAUSE_READ)
 
 # Kinds of events.
 SPAN = "span"
