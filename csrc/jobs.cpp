@@ -72,7 +72,8 @@ size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segm
   size_t numel = 0;
   for (const AdamSegment& segment : segments) numel += segment.numel;
   const size_t state = 12 + itemsize(arrays.working.dtype);
-  return numel * (12 + itemsize(arrays.grad.dtype) + state) + (out_of_place ? arrays.master.numel - numel : 0) * 2 * state;
+  const size_t copied = out_of_place ? arrays.master.numel - numel : 0;
+  return numel * (12 + itemsize(arrays.grad.dtype) + state) + copied * 2 * state;
 }
 
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,

@@ -31,13 +31,13 @@ struct AdamArrays {
   Array master, exp_avg, exp_avg_sq, grad, working;
 };
 
-// Where the new state goes when it must not replace the old one. `working` has no data when AdamArrays::working has none.
+// Where the new state goes when it must not replace the old one. `working` is as empty as AdamArrays::working.
 struct AdamOut {
   Array master, exp_avg, exp_avg_sq, working;
 };
 
-// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. With `out`, what
-// lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
+// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. With `out`,
+// what lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
               const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch = {},
               const std::optional<AdamOut>& out = {});

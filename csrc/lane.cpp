@@ -138,7 +138,8 @@ Registry& registry() {
 
 }  // namespace
 
-Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&), bool ordered)
+Lane::Lane(std::string name, double gbps, std::shared_ptr<Pool> pool, void (*retire)(std::vector<void*>&&),
+           bool ordered)
     : state_(std::make_shared<LaneState>()) {
   state_->name = std::move(name);
   state_->gbps = gbps;

@@ -70,9 +70,7 @@ struct State {
     if (working.array.dtype == Dtype::kNone) all.working = {};
     return all;
   }
-  AdamOut out() const {
-    return {arrays().master, arrays().exp_avg, arrays().exp_avg_sq, arrays().working};
-  }
+  AdamOut out() const { return {arrays().master, arrays().exp_avg, arrays().exp_avg_sq, arrays().working}; }
 };
 
 bool same(const Array& a, const Array& b) { return memcmp(a.data, b.data, a.numel * itemsize(a.dtype)) == 0; }
@@ -189,8 +187,8 @@ Job copy_job(Pool* pool, std::vector<char>& dst, const std::vector<char>& src,
 }
 
 #if defined(__linux__)
-int refused_call = 0;         // counts down to the call that fails
-bool leaves_a_hole = false;   // as the kernel does when it refuses late
+int refused_call = 0;        // counts down to the call that fails
+bool leaves_a_hole = false;  // as the kernel does when it refuses late
 Remap real_remap = nullptr;
 
 bool refuse_one(char* from, char* to, size_t nbytes, bool keep_from_mapped) {

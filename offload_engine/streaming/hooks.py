@@ -10,7 +10,7 @@ Note: life of a unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from offload_engine.buckets import Bucket, ParameterEntry, Registry, Unit
 from offload_engine.device import Device
 from offload_engine.errors import StateError
+from offload_engine.streaming.activations import ActivationStore
 from offload_engine.streaming.external import ExternalChanges
 from offload_engine.streaming.gradients import GradientStore
 from offload_engine.streaming.lanelog import LaneLog
@@ -79,7 +80,10 @@ class Streamer:
         external: ExternalChanges,
         order: UseOrder,
         log: LaneLog,
+        activations: ActivationStore,
+        offloadable: Mapping[str, nn.Module],
     ) -> None:
+        self._activations = activations
         self._buckets = buckets
         self._registry = registry
         self._device = device
@@ -107,6 +111,10 @@ class Streamer:
         self._unit_buckets: dict[int, list[Bucket]] = {}
         self._handles: list[Any] = []
         self._buffer_keys = {id(bucket.buffer.storage) for bucket in buckets}
+        # First, and so inside the others: who enters the model can tell what an interrupt has left behind.
+        for name, module in offloadable.items():
+            leave = partial(activations.leave, module)
+            self._hook(module, partial(activations.enter, name, module), lambda _, leave=leave: leave())
         self._hook_modules(model)
         self._hook_parameters()
 
@@ -160,6 +168,7 @@ class Streamer:
                 if self._root_depth == 0:
                     self.settle()
                     self._external.sweep()
+                    self._activations.abandon()
                     self._begin_pass()
                     self._phase_start_ns = self._log.timeline.clock()
                 self._root_depth += 1
@@ -179,6 +188,7 @@ class Streamer:
     def _begin_pass(self) -> None:
         self._pass_kind = FORWARD if torch.is_grad_enabled() else EVAL
         self._order.begin(self._pass_kind)
+        self._activations.begin_forward()
 
     def _end_pass(self) -> None:
         kind = self._pass_kind
@@ -372,6 +382,8 @@ class Streamer:
         life = _Task()
         self._backward_tasks[task] = weakref.ref(life, lambda _: self._end_backward(task))
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task, life))
+        if len(self._backward_tasks) == 1:
+            self._activations.begin_backward()
 
     def _end_backward(self, task: int, life: _Task | None = None) -> None:
         """Finish one backward: called by autograd at its end, or by the death of `life` when it failed."""
@@ -384,6 +396,7 @@ class Streamer:
         self._backward_frame = ()
         self._use_in_backward(())
         self._log.idle()
+        self._activations.end_backward()
         self._differentiable = False
         try:
             self._gradients.finish_backward()
