@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
@@ -18,7 +18,6 @@ from torch import nn
 from offload_engine import kernels
 from offload_engine.buckets import (
     Bucket,
-    ParameterEntry,
     Registry,
     check_budget,
     default_bucket_bytes,
@@ -26,8 +25,10 @@ from offload_engine.buckets import (
     plan_layout,
     state_bytes,
 )
+from offload_engine.checkpoint.generators import generator_states, restore_generators
 from offload_engine.checkpoint.load import load_state
-from offload_engine.checkpoint.save import master_of, save_state
+from offload_engine.checkpoint.save import save_state
+from offload_engine.checkpoint.values import whole_values
 from offload_engine.config import EngineConfig, format_bytes, sized
 from offload_engine.device import Device, open_device
 from offload_engine.errors import ConfigError, StateError
@@ -45,6 +46,7 @@ from offload_engine.optim import (
 from offload_engine.plan import StepPlan
 from offload_engine.policy import check_plan, plan_of, spared_buckets
 from offload_engine.streaming import (
+    ActivationStore,
     ExternalChanges,
     GradientStore,
     LaneLog,
@@ -53,6 +55,7 @@ from offload_engine.streaming import (
     Touched,
     UseOrder,
     map_tensors,
+    offloadable,
 )
 from offload_engine.timeline import CPU_GRADIENT, CPU_UPDATE, UPDATE, Timeline
 
@@ -120,10 +123,10 @@ class OffloadEngine:
 
         _refuse_wrapped(registry)
         check_states(registry, dict(optimizer.state))
+        offloads = config.activations == "offload"
+        offloaded = offloadable(model, config.activation_modules) if offloads else {}
 
-        with (
-            ExitStack() as undo
-        ):  # until here, and on any error before the model is touched, it stays as it was
+        with ExitStack() as undo:  # on any error in here the model stays as it was
             self.device: Device = open_device(config, backend, copy_threads=threads.copies)
             undo.callback(self.device.close)
             for buffer in model.buffers():
@@ -142,7 +145,7 @@ class OffloadEngine:
             self._buckets = [
                 Bucket(layout, self._slabs, self.device, pin_states=pin_states) for layout in layouts
             ]
-            plan = plan_of(config, self._buckets, budget)
+            plan = plan_of(config, self._buckets, budget, offloaded)
             self._registry = registry
             self._check_plan(plan)
             for bucket in spared_buckets(plan, self._buckets):
@@ -151,62 +154,14 @@ class OffloadEngine:
             self._cpu_lane = backend.Lane(CPU_UPDATE, pool=self._pool, ordered=False)
             self._gradient_lane = backend.Lane(CPU_GRADIENT, pool=self._pool)
             undo.pop_all()
-        self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
         for bucket in self._buckets:
             bucket.adopt(self.device)
-
-        log = LaneLog(self.timeline, self.device)
-        self._lanes = log
-        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self.plan = plan
-        self._order = UseOrder([bucket.index for bucket in self._buckets])
-        self._residency = ResidencyManager(self._buckets, self.device, log, self.plan)
-        self._touched = Touched()
-        self._gradients = GradientStore(
-            registry, self._buckets, self.device, log, self._gradient_lane, self._slabs, self._touched
-        )
-        self._gradients.expected_micro_batches = config.micro_batches
-        self._residency.free_gradients = self._gradients.free_one
-        self.device.set_pressure_handler(self._residency.relieve)
-        self._external = ExternalChanges(registry, self._buckets, self._touched)
-        self._streamer = Streamer(
-            model,
-            registry,
-            self._buckets,
-            self.device,
-            self._residency,
-            self._gradients,
-            self._external,
-            self._order,
-            log,
-        )
-        self._device_updates = DeviceUpdates(self.device, log)
-        self._residency.free_states = self._device_updates.release_one
-        self._stepper = Stepper(
-            config,
-            self._gradients,
-            lambda: self.optimizer.param_groups,
-            type(optimizer),
-            self._streamer.phase_s,
-        )
-        self._streamer.before_backward = self._stepper.check_backward
-        self._updates = UpdatePipeline(
-            self._buckets,
-            self._gradients,
-            self._residency,
-            self._device_updates,
-            self._cpu_lane,
-            log,
-            self._touched,
-            self._stepper.expected,
-        )
-        self._follow(plan)
-        self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
-            optimizer, registry, self._buckets, self._step, self._updates.wait_bucket
-        )
+        self._wire(model, optimizer, config, offloaded, plan)
+        self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self._step_start_ns = self.timeline.clock()
+        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._words = [
             f"device: {self.device.kind}, budget {format_bytes(budget) if budget else 'unlimited'}; "
             f"{config.precision}, {len(self._buckets)} buckets of at most {format_bytes(largest)}, "
@@ -221,6 +176,70 @@ class OffloadEngine:
         self._closed = False
         for line in self._words:
             _log.info(line)
+
+    def _wire(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig,
+        offloaded: Mapping[str, nn.Module],
+        plan: StepPlan,
+    ) -> None:
+        """Make the rooms and connect them. From here on the model is changed."""
+        registry, buckets, device = self._registry, self._buckets, self.device
+        self.plan = plan
+        self._lanes = log = LaneLog(self.timeline, device)
+        self._order = UseOrder([bucket.index for bucket in buckets])
+        self._residency = ResidencyManager(buckets, device, log, plan)
+        self._touched = Touched()
+        self._gradients = GradientStore(
+            registry, buckets, device, log, self._gradient_lane, self._slabs, self._touched
+        )
+        self._gradients.expected_micro_batches = config.micro_batches
+        self._activations = ActivationStore(
+            device, log, self._slabs, model.buffers, (id(bucket.buffer.storage) for bucket in buckets)
+        )
+        self._external = ExternalChanges(registry, buckets, self._touched)
+        self._streamer = Streamer(
+            model,
+            registry,
+            buckets,
+            device,
+            self._residency,
+            self._gradients,
+            self._external,
+            self._order,
+            log,
+            self._activations,
+            offloaded,
+        )
+        self._device_updates = DeviceUpdates(device, log)
+        self._residency.free_gradients = self._gradients.free_one
+        self._residency.free_activations = self._activations.free_one
+        self._residency.free_states = self._device_updates.release_one
+        device.set_pressure_handler(self._residency.relieve)
+        self._stepper = Stepper(
+            config,
+            self._gradients,
+            lambda: self.optimizer.param_groups,
+            type(optimizer),
+            self._streamer.phase_s,
+        )
+        self._streamer.before_backward = self._stepper.check_backward
+        self._updates = UpdatePipeline(
+            buckets,
+            self._gradients,
+            self._residency,
+            self._device_updates,
+            self._cpu_lane,
+            log,
+            self._touched,
+            self._stepper.expected,
+        )
+        self._follow(plan)
+        self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
+            optimizer, registry, buckets, self._step, self._updates.wait_bucket
+        )
 
     def _what_is_off(self) -> Iterator[str]:
         """Say once what is not active, and why."""
@@ -270,6 +289,7 @@ class OffloadEngine:
     def _follow(self, plan: StepPlan) -> None:
         self.plan = self._residency.plan = plan
         self._gradients.sums_on_device = plan.accumulation == "device"
+        self._activations.names = plan.offloaded_activations
         self._stepper.follow(plan)
         self._updates.follow(plan)
 
@@ -327,6 +347,7 @@ class OffloadEngine:
             if self._stepper.step(self.steps + 1, entries, self._updates, order):
                 self.steps += 1
             self._gradients.end_step()
+            self._activations.end_step()
             self._residency.end_step()
             if self.plan.update_timing == "serial":
                 self._updates.wait()
@@ -419,33 +440,8 @@ class OffloadEngine:
             self._streamer.settle()
             self._external.sweep()
             self._updates.wait()
-        by_name = {name: entry for entry in self._registry.entries for name in entry.names}
-        wanted = list(by_name) if names is None else list(names)
-        unknown = [name for name in wanted if name not in by_name]
-        if unknown:
-            raise StateError(
-                f"no parameter is named {unknown[0]!r}; names are those of model.named_parameters()."
-            )
-        values = {name: master_of(by_name[name], self._buckets) for name in wanted}
-        before = {name: value._version for name, value in values.items()}
-        self._touched.states.clear()
-        try:
+        with whole_values(self._registry, self._buckets, self._touched, names) as values:
             yield values
-        finally:
-            touched = self._touched.states | self._touched.values
-            for entry in dict.fromkeys(by_name[name] for name in wanted):
-                if entry.bucket_index in touched or values[entry.name]._version != before[entry.name]:
-                    self._refresh(entry)
-
-    def _refresh(self, entry: ParameterEntry) -> None:
-        """Make every copy derived from the master follow it."""
-        with torch.no_grad():
-            master = master_of(entry, self._buckets)
-            if master is not entry.host_view:
-                entry.host_view.copy_(master)
-        self._buckets[entry.bucket_index].version += 1
-        torch.autograd.graph.increment_version(entry.param)
-        entry.seen_version = entry.param._version
 
     def save(self, path: str | PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder, atomically; the folder that was there stays loadable until then.
@@ -468,7 +464,7 @@ class OffloadEngine:
                 self._buckets,
                 self.optimizer.param_groups,
                 facts,
-                self._generators(),
+                generator_states(self.device.torch_device),
             )
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
@@ -496,20 +492,9 @@ class OffloadEngine:
             self._updates.early.drop_all()
             if self._stepper.scaler is not None and "loss_scale" in facts:
                 self._stepper.scaler.load(facts["loss_scale"])
-            torch.set_rng_state(generators["cpu"])
-            if self.device.torch_device.type in generators and self.device.torch_device.type != "cpu":
-                torch.get_device_module(self.device.torch_device).set_rng_state(
-                    generators[self.device.torch_device.type], self.device.torch_device
-                )
+            restore_generators(generators, self.device.torch_device)
             extra: dict[str, Any] = facts["extra"]
             return extra
-
-    def _generators(self) -> dict[str, torch.Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        place = self.device.torch_device
-        if place.type != "cpu":
-            states[place.type] = torch.get_device_module(place).get_rng_state(place)
-        return states
 
     # Facts.
 

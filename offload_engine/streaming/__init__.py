@@ -1,5 +1,6 @@
 """Streaming: module hooks, the learned order, fetching and evicting buckets, gradients on their way to the host."""
 
+from offload_engine.streaming.activations import ActivationStore, offloadable
 from offload_engine.streaming.external import ExternalChanges, Touched
 from offload_engine.streaming.gradients import GradientStore, runs_of
 from offload_engine.streaming.hooks import Streamer
@@ -9,6 +10,7 @@ from offload_engine.streaming.residency import ResidencyManager
 from offload_engine.streaming.structures import map_tensors
 
 __all__ = [
+    "ActivationStore",
     "ExternalChanges",
     "GradientStore",
     "LaneLog",
@@ -17,5 +19,6 @@ __all__ = [
     "Touched",
     "UseOrder",
     "map_tensors",
+    "offloadable",
     "runs_of",
 ]
