@@ -367,11 +367,11 @@ class LateLane:
 
     def __getattr__(self, name: str) -> Any:
         job = getattr(self._lane, name)
-        if name not in ("copy", "convert", "accumulate", "square_sums", "adam"):
+        if name not in ("copy", "convert", "accumulate", "square_sums", "adam", "move"):
             return job
 
         def late(*args: Any, after: Any = (), **kwargs: Any) -> Any:
-            takes = {"copy": 2, "convert": 2, "accumulate": 2, "square_sums": 3, "adam": 7}[name]
+            takes = {"copy": 2, "convert": 2, "accumulate": 2, "square_sums": 3, "adam": 7, "move": 2}[name]
             if len(args) > takes:
                 *args, after = args
             start = kernels.load().Event.manual()
@@ -393,7 +393,9 @@ def delay(engine: oe.OffloadEngine, lanes: str, *between_s: float) -> None:
     if "d2h" in lanes:
         device._d2h = LateLane(device._d2h, (least, most), 1)
     if "update" in lanes:
-        engine._updates._lane = engine._gradients._lane = LateLane(engine._cpu_lane, (least, most), 2)
+        late: Any = LateLane(engine._cpu_lane, (least, most), 2)
+        engine._updates._lane = engine._updates.early._lane = late
+        engine._gradients._lane = LateLane(engine._gradient_lane, (least, most), 3)  # type: ignore[assignment]
 
 
 # Comparisons.
