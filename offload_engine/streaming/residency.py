@@ -175,6 +175,8 @@ class ResidencyManager:
     @property
     def _cautious(self) -> bool:
         """Evict right after use: on a device whose activations are not known yet (its first step)."""
+        if self._device.budget_bytes is None:
+            return False
         return not self._device.counts_everything and self._other_peak_bytes < 0
 
     def _oldest_idle(self, keep: frozenset[int]) -> Bucket | None:
