@@ -282,7 +282,12 @@ class OffloadEngine:
             self._device_updates.close()  # nothing stays on the device while it is checked what may
             self._residency.evict_idle(keep_resident=False)
             self._check_plan(plan)
-            for bucket in spared_buckets(plan, self._buckets):
+            spared = spared_buckets(plan, self._buckets)
+            for bucket in self._buckets:
+                if bucket.spare and bucket not in spared:
+                    self._updates.early.drop(bucket)
+                    bucket.give_back_spare(self._slabs)
+            for bucket in spared:
                 bucket.take_spare(self._slabs)
             self._follow(plan)
 

@@ -7,7 +7,7 @@ numbers: every plan gives the same bits (DESIGN section 4, invariant 2).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 __all__ = ["SHARE_UNIT", "AccumulationPlace", "ClipMode", "DeviceShare", "StepPlan", "UpdateTiming"]
@@ -75,14 +75,3 @@ class StepPlan:
 
 def _crosses(place: int, share: int) -> bool:
     return (place + 1) * share // SHARE_UNIT > place * share // SHARE_UNIT
-
-
-def first_fitting(sizes: Iterable[tuple[int, int]], limit: int) -> frozenset[int]:
-    """Return the indices of the leading (index, bytes) pairs that fit into `limit` bytes together."""
-    chosen: list[int] = []
-    for index, nbytes in sizes:
-        limit -= nbytes
-        if limit < 0:
-            break
-        chosen.append(index)
-    return frozenset(chosen)

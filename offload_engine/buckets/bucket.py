@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -157,6 +158,15 @@ class Bucket:
             if kind not in self.spare:
                 slab = slabs.allocate(f"spare {kind} of bucket {self.name}", array.nbytes, pinned=False)
                 self.spare[kind] = slab.view(array.dtype)
+
+    def give_back_spare(self, slabs: SlabAllocator) -> None:
+        """Let the arrays of `spare` go, after the last update that was made in them. Between steps only."""
+        if self.gradient_reader is not None:
+            with suppress(KernelError):  # a failed update is told to who reads its bucket
+                self.gradient_reader.wait()
+        for kind in self.spare:
+            slabs.release(f"spare {kind} of bucket {self.name}")
+        self.spare.clear()
 
     @property
     def is_own_master(self) -> bool:

@@ -59,12 +59,22 @@ class ResidencyManager:
         bucket.last_use = self._clock
         if bucket.residency is Residency.RESIDENT and bucket.device_version == bucket.version:
             return
-        if bucket.residency is not Residency.HOST and bucket.device_version != bucket.version:
-            self._drop(bucket)
-        if bucket.residency is Residency.HOST:
+        if self._is_old(bucket):
+            self._renew(bucket)
+        elif bucket.residency is Residency.HOST:
             self._make_room(bucket)
             self._start_fetch(bucket)
         self._wait_fetch(bucket)
+
+    @staticmethod
+    def _is_old(bucket: Bucket) -> bool:
+        """Return whether the device has, or is getting, other values than the host has."""
+        return bucket.residency is not Residency.HOST and bucket.device_version != bucket.version
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Fetch the bucket again into the memory that it has."""
+        self._end_fetch(bucket)
+        self._start_fetch(bucket)
 
     def _start_fetch(self, bucket: Bucket) -> None:
         bucket.buffer.allocate()
@@ -128,7 +138,10 @@ class ResidencyManager:
             window.append(bucket)
         self._expected = frozenset(bucket.index for bucket in window)
         for bucket in window:
-            if bucket.residency is Residency.HOST:
+            if self._is_old(bucket):
+                if bucket.uses == 0:
+                    self._renew(bucket)
+            elif bucket.residency is Residency.HOST:
                 if not self._find_room(bucket.nbytes, keep=self._expected):
                     return
                 self._clock += 1
@@ -216,13 +229,17 @@ class ResidencyManager:
     def _drop(self, bucket: Bucket) -> None:
         if bucket.residency is Residency.HOST:
             return
+        self._end_fetch(bucket)
+        bucket.buffer.free()
+        bucket.residency = Residency.HOST
+        self.evictions += 1
+
+    def _end_fetch(self, bucket: Bucket) -> None:
+        """Wait for a fetch that nobody wants any more."""
         if bucket.transfer is not None:
             self._device.wait_compute(bucket.transfer)
             bucket.transfer.wait()
             bucket.transfer = None
-        bucket.buffer.free()
-        bucket.residency = Residency.HOST
-        self.evictions += 1
 
     def evict_idle(self, *, keep_resident: bool = True) -> None:
         """Evict everything that no unit uses, except what the plan keeps."""
