@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload_engine.device import Device, Transfer
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import SlabAllocator
+from offload_engine.streaming.blocks import find_blocks
 from offload_engine.streaming.host_pool import HostBlock, HostPool
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.timeline import CAUSE_ACTIVATION, D2H, H2D
