@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help setup setup-hf train test test-slow test-gpu lint format sanitize bench clean
+.PHONY: help setup setup-hf train test test-slow test-gpu parity lint format sanitize bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ test-slow: $(VENV)/.installed-hf ## the long ones
 
 test-gpu: $(VENV)/.installed ## those that need an accelerator
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+parity: $(VENV)/.installed ## every plan against the serial one, bit for bit (ARGS='--only timing=serial', '--pairwise')
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parity.table $(ARGS)
 
 lint: $(VENV)/.installed ## linter, formatter, types
 	@$(BIN)/ruff check .
