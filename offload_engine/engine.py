@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
@@ -18,19 +17,19 @@ from torch import nn
 from offload_engine import kernels
 from offload_engine.buckets import (
     Bucket,
-    Registry,
     check_budget,
     default_bucket_bytes,
     discover,
     plan_layout,
     state_bytes,
 )
-from offload_engine.checkpoint.generators import generator_states, restore_generators
+from offload_engine.buckets.owners import give_up, refuse_wrapped, take_over
 from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import save_state
 from offload_engine.checkpoint.values import whole_values
 from offload_engine.config import EngineConfig, format_bytes, sized
 from offload_engine.device import Device, open_device
+from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
 from offload_engine.optim import (
@@ -50,6 +49,9 @@ from offload_engine.streaming import (
     ExternalChanges,
     GradientStore,
     LaneLog,
+    LossFunction,
+    MicroBatches,
+    MicroBatchOrder,
     ResidencyManager,
     Streamer,
     Touched,
@@ -64,17 +66,6 @@ __all__ = ["OffloadEngine"]
 _log = logging.getLogger("offload_engine")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _no_modes = torch._C.DisableTorchFunction
-_owners: weakref.WeakValueDictionary[int, OffloadEngine] = weakref.WeakValueDictionary()
-"""Id of a parameter -> the open engine that has it."""
-
-
-def _refuse_wrapped(registry: Registry) -> None:
-    for entry in registry.entries:
-        if id(entry.param) in _owners:
-            raise StateError(
-                f"parameter '{entry.name}' belongs to an open engine already: this model, or a part of it, is already "
-                f"wrapped. Call close() on that engine first, or wrap one module that contains both."
-            )
 
 
 class OffloadEngine:
@@ -121,7 +112,7 @@ class OffloadEngine:
             torch.set_num_threads(config.threads.compute)
         registry = discover(model, optimizer.param_groups, precision)
 
-        _refuse_wrapped(registry)
+        refuse_wrapped(registry)
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
         offloaded = offloadable(model, config.activation_modules) if offloads else {}
@@ -139,7 +130,9 @@ class OffloadEngine:
                 time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline
             )
             self.host_budget = HostBudget(sized(config.host_memory), host_limits())
-            self._slabs = SlabAllocator(self.host_budget, self.device.pin, self.device.unpin)
+            self._slabs = SlabAllocator(
+                self.host_budget, self.device.pin, self.device.unpin, named=self.device.name_memory
+            )
             undo.callback(self._slabs.close)
             pin_states = config.device_share > 0 or config.resident_states is not None
             self._buckets = [
@@ -151,8 +144,8 @@ class OffloadEngine:
             for bucket in spared_buckets(plan, self._buckets):
                 bucket.take_spare(self._slabs)
             self._pool = backend.WorkerPool(threads.update)
-            self._cpu_lane = backend.Lane(CPU_UPDATE, pool=self._pool, ordered=False)
-            self._gradient_lane = backend.Lane(CPU_GRADIENT, pool=self._pool)
+            self._cpu_lane = self.device.lane(backend, CPU_UPDATE, pool=self._pool, ordered=False)
+            self._gradient_lane = self.device.lane(backend, CPU_GRADIENT, pool=self._pool)
             undo.pop_all()
         for bucket in self._buckets:
             bucket.adopt(self.device)
@@ -172,7 +165,7 @@ class OffloadEngine:
         ]
         self._isa = backend.isa if backend.name == "native" else backend.name
         self._updates.guard.install()
-        _owners.update((id(entry.param), self) for entry in registry.entries)
+        take_over(registry, self)
         self._closed = False
         for line in self._words:
             _log.info(line)
@@ -212,6 +205,9 @@ class OffloadEngine:
             log,
             self._activations,
             offloaded,
+        )
+        self._micro_batches = MicroBatches(
+            self, self._streamer, self._gradients, self._residency, self._order, device
         )
         self._device_updates = DeviceUpdates(device, log)
         self._residency.free_gradients = self._gradients.free_one
@@ -326,6 +322,30 @@ class OffloadEngine:
         """
         self._check_open()
         self._stepper.scale_loss(loss).backward(**kwargs)
+
+    def train_batch(
+        self,
+        batches: Iterable[Any],
+        loss_fn: LossFunction | None = None,
+        *,
+        order: MicroBatchOrder = "layer_major",
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of micro-batches; return their losses, detached. Then call `step()`.
+
+        In layer-major order all of them go through one block before the next: each weight is fetched twice in all, and
+        all activations are there at once. Same gradients, bit for bit, unless the model draws random numbers.
+
+        Args:
+            batches: what the engine takes: mappings of keywords, tuples or lists of arguments, or single arguments.
+            loss_fn: (output, batch as given) -> loss, divided by the number of micro-batches if that is what you want.
+                None: the output, if it is a scalar, or its `loss`.
+
+        Raises:
+            UnsupportedError: layer-major order, and the model has no sequence of blocks, or does not run them as one.
+            ConfigError, StateError: no batches, no loss, `no_grad`. An error while they run drops the step's gradients.
+        """
+        self._check_open()
+        return self._micro_batches.train(batches, loss_fn, order)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale (fp16; else the loss itself), for a `backward()` of your own."""
@@ -577,8 +597,7 @@ class OffloadEngine:
                     "an engine was closed, but some of its work had failed or could not be finished"
                 )
         self._closed = True
-        for entry in self._registry.entries:
-            _owners.pop(id(entry.param), None)
+        give_up(self._registry)
         self._updates.guard.remove()
         self.device.set_pressure_handler(None)
         self._cpu_lane.close()

@@ -80,6 +80,7 @@ def install_accelerator_standin(monkeypatch: pytest.MonkeyPatch, total_bytes: in
         "current_device_index": lambda: 0,
         "set_device_index": lambda _: None,
         "current_stream": lambda _=None: stream,
+        "set_stream": lambda _: None,
         "memory_allocated": allocated,
         "memory_reserved": allocated,
         "max_memory_reserved": allocated,

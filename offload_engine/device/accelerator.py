@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -283,6 +283,10 @@ class AcceleratorDevice(Device):
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.torch_device))
         return _DeviceMark(self._clock, event)
+
+    def compute_place(self) -> Callable[[], object]:
+        stream = torch.accelerator.current_stream(self.torch_device)
+        return lambda: torch.accelerator.set_stream(stream)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch_device)

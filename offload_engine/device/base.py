@@ -14,7 +14,7 @@ import torch
 
 from offload_engine.config import format_bytes
 from offload_engine.errors import KernelError
-from offload_engine.kernels import Event
+from offload_engine.kernels import Backend, Event, Lane, WorkerPool
 
 __all__ = ["Device", "DeviceBuffer", "Mark", "PressureHandler", "Transfer"]
 
@@ -227,6 +227,17 @@ class Device(abc.ABC):
         self._resize(storage, nbytes, name)
         return torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage, 0, (nbytes,), (1,))
 
+    # Lanes of the CPU, and names of memory: hooks for a device that watches both.
+
+    def lane(
+        self, backend: Backend, name: str, *, pool: WorkerPool | None = None, ordered: bool = True
+    ) -> Lane:
+        """Return a new lane for CPU work on host memory that this device's copies use; `close` it before the device."""
+        return backend.Lane(name, pool=pool, ordered=ordered)
+
+    def name_memory(self, tensor: torch.Tensor, name: str) -> None:
+        """Say what the host memory under `tensor` holds, for messages."""
+
     # Compute order and life time.
 
     @abc.abstractmethod
@@ -238,6 +249,10 @@ class Device(abc.ABC):
 
     def exit_compute(self) -> None:
         """End what `enter_compute` began."""
+
+    def compute_place(self) -> Callable[[], object]:
+        """Return a call that makes the thread that calls it compute where this one does, in one order with it."""
+        return lambda: None
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -279,6 +279,15 @@ class ActivationStore:
             self._window_bytes = max(self._window_bytes, layer.nbytes)
         return module
 
+    def put_aside(self) -> list[tuple[nn.Module, _Layer | None]]:
+        """Return the modules that run, and forget them: another call of the model goes on, on another thread."""
+        running, self._running = self._running, []
+        return running
+
+    def take_up(self, running: list[tuple[nn.Module, _Layer | None]]) -> None:
+        """Go on, on its own thread, with what `put_aside` has returned."""
+        self._running = running
+
     def abandon(self) -> None:
         """Take off what is left of modules that ended without their hooks (an interrupt). Only when none runs."""
         while self._running:

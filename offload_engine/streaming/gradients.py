@@ -94,6 +94,8 @@ class GradientStore:
         self.on_complete: Callable[[Bucket], None] | None = None
         """Called when all gradients that a bucket is expected to get in this step are on their way to the host."""
         self._complete: set[int] = set()
+        self._arrived: dict[int, int] = {}
+        """Parameter -> the micro-batch whose gradient came last, in the backward in progress."""
         self._staging: list[torch.Tensor] = []
         self._staging_free: list[Event | None] = [None, None]
         self._turn = 0
@@ -144,12 +146,30 @@ class GradientStore:
             self._in_layout(entry, grad),
         )  # may run short of memory and land what waits: look it up after
         bucket = self._buckets[entry.bucket_index]
-        if entry.index in self._waiting.get(bucket.index, ()):
-            self._land(bucket)  # its second part in this backward: one landing takes each parameter once
+        now = self._micro_batch
+        waiting = self._waiting.get(bucket.index)
+        if waiting and (entry.index in waiting or self._arrived[next(iter(waiting))] != now):
+            self._land(bucket)  # one landing takes each parameter once, and gradients of one micro-batch
         waiting = self._waiting.setdefault(bucket.index, {})
         waiting[entry.index] = item
-        if len(waiting) >= len(bucket.entries):
+        self._arrived[entry.index] = now
+        if len(waiting) >= len(bucket.entries) or (self._is_last(now) and self._all_arrived(bucket, now)):
             self._land(bucket)
+
+    def _all_arrived(self, bucket: Bucket, micro_batch: int) -> bool:
+        return all(self._arrived.get(entry.index) == micro_batch for entry in bucket.entries)
+
+    @property
+    def micro_batch(self) -> int:
+        """How many micro-batches of the step came before the one whose backward is, or would be, in progress.
+
+        Set by who runs several micro-batches in one backward, in order for each parameter.
+        """
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, number: int) -> None:
+        self._micro_batch = number
 
     @staticmethod
     def _in_layout(entry: ParameterEntry, grad: torch.Tensor) -> torch.Tensor:
@@ -186,7 +206,8 @@ class GradientStore:
         fresh: list[_Item] = []
         added: list[_Item] = []
         summed: list[_Item] = []
-        last = self.is_last_micro_batch
+        micro_batch = self._arrived[items[0][0].index]
+        last = self._is_last(micro_batch)
         for entry, grad in items:
             previous, entry.previous_grad = entry.previous_grad, None
             if not entry.landed:
@@ -213,14 +234,17 @@ class GradientStore:
         if last:
             if self.sum_squares_early:
                 self._start_square_sums(bucket, [entry for entry, _ in items])
-            if all(entry.landed for entry in bucket.entries):
+            if self._all_arrived(bucket, micro_batch):
                 self._announce(bucket)
         self._log.reap()
 
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the backward in progress is expected to be the step's last."""
-        return self._micro_batch + 1 >= (self.expected_micro_batches or self._last_micro_batches)
+        return self._is_last(self._micro_batch)
+
+    def _is_last(self, micro_batch: int) -> bool:
+        return micro_batch + 1 >= (self.expected_micro_batches or self._last_micro_batches)
 
     def _announce(self, bucket: Bucket) -> None:
         self._complete.add(bucket.index)
@@ -447,6 +471,7 @@ class GradientStore:
         self._landing.clear()
         self._summing.clear()
         self._complete.clear()
+        self._arrived.clear()
         landed, self._landed = self._landed, []
         for entry in landed:
             entry.landed = False

@@ -205,6 +205,47 @@ class Streamer:
         if self._log.timeline.enabled:
             self._log.timeline.phase(kind, self._phase_start_ns, now)
 
+    # Several calls of the model beside each other, as one pass. Called by `layer_major`.
+
+    def begin_joint_forward(self) -> None:
+        """Start a pass that lasts until `end_joint_forward`, over any number of calls of the model."""
+        with _no_modes():
+            self.settle()
+            self._external.sweep()
+            self._activations.abandon()
+            self._begin_pass()
+            self._phase_start_ns = self._log.timeline.clock()
+            self._root_depth = 1
+            self._device.enter_compute()
+
+    def end_joint_forward(self) -> None:
+        """End that pass, and what an exception has left open in it. Idempotent."""
+        with _no_modes():
+            if self._root_depth:
+                while self._root_depth:
+                    self._root_depth -= 1
+                    self._device.exit_compute()
+                self._end_open_pass()
+
+    def put_aside(self) -> tuple[list[Unit], Any]:
+        """Return what is open of the call in progress, and have nothing open, so that another call can go on."""
+        aside = self._stack, self._activations.put_aside()
+        self._stack = []
+        return aside
+
+    def take_up(self, aside: tuple[list[Unit], Any]) -> None:
+        """Go on with the call that `put_aside` was called in."""
+        self._stack, running = aside
+        self._activations.take_up(running)
+
+    def buckets_in(self, module: nn.Module) -> frozenset[int]:
+        """Return the buckets that the module and the modules in it use."""
+        inside = {id(each) for each in module.modules()}
+        units = [unit for unit in self._registry.units if id(unit.module) in inside]
+        return frozenset(entry.bucket_index for unit in units for entry in unit.entries)
+
+    # Units.
+
     def _enter(self, unit: Unit) -> None:
         with _no_modes():
             self._enter_unit(unit)

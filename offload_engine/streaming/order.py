@@ -26,12 +26,15 @@ class UseOrder:
         self._kind = ""
         self._predicted: list[int] = []
         self._position = -1
+        self._last = -1
+        self.learning = True
+        """Off: uses leave the prediction where it is. For micro-batches that follow another one block by block."""
 
     def begin(self, kind: str) -> None:
         """Start a pass of a kind ("forward", "eval", "backward"); an unfinished one before it is finished."""
         self.end()
         self._kind = kind
-        self._position = -1
+        self._position = self._last = -1
         if kind in self._learned:
             self._predicted = self._learned[kind]
         elif kind == "backward":
@@ -49,8 +52,11 @@ class UseOrder:
 
     def note(self, bucket: int) -> bool:
         """Say that a bucket is used now. Returns False when it is the one used just before."""
-        if self._recording and self._recording[-1] == bucket:
+        if bucket == self._last:
             return False
+        self._last = bucket
+        if not self.learning:
+            return True
         self._recording.append(bucket)
         position = self._find(bucket, self._position + 1)
         if position < 0:

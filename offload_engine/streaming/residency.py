@@ -38,6 +38,8 @@ class ResidencyManager:
         """Frees one activation that was fetched ahead of its backward; False when there is none."""
         self._clock = 0
         self._expected: frozenset[int] = frozenset()
+        self.used_again: frozenset[int] = frozenset()
+        """Buckets that other micro-batches are about to use: what is fetched ahead takes the place of none of them."""
         self._other_peak_bytes = -1
         self._other_peak_now = 0
         self._recorded_peak = 0
@@ -142,7 +144,7 @@ class ResidencyManager:
                 if bucket.uses == 0:
                     self._renew(bucket)
             elif bucket.residency is Residency.HOST:
-                if not self._find_room(bucket.nbytes, keep=self._expected):
+                if not self._find_room(bucket.nbytes, keep=self._expected | self.used_again):
                     return
                 self._clock += 1
                 bucket.last_use = self._clock

@@ -1,4 +1,4 @@
-"""States of torch's random generators, as a checkpoint keeps them. Called by `OffloadEngine.save` and `load`."""
+"""States of torch's random generators. Used by checkpoints and layer-major order."""
 
 from __future__ import annotations
 
