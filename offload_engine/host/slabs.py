@@ -42,6 +42,7 @@ class SlabAllocator:
         budget: asked before each allocation.
         pin: registers memory with the device; None leaves all slabs pageable.
         unpin: undoes `pin`; called once for each pinned slab, while it is still mapped.
+        named: called with every new slab and its name.
         huge_pages: advise transparent huge pages for slabs of 2 MiB or more; ignored where the kernel lacks them.
     """
 
@@ -52,10 +53,12 @@ class SlabAllocator:
         unpin: PinCallback | None = None,
         *,
         huge_pages: bool = True,
+        named: Callable[[torch.Tensor, str], None] | None = None,
     ) -> None:
         self._budget = budget
         self._pin = pin
         self._huge_pages = huge_pages
+        self._named = named
         self._slabs: dict[str, _Slab] = {}
         # An allocator that is dropped, or lives at exit, without close() must not leave pinned pages behind.
         self._finalizer = weakref.finalize(self, _unpin_all, self._slabs, unpin)
@@ -98,6 +101,8 @@ class SlabAllocator:
         if pins:
             self._pin_slab(name, tensor)
         self._slabs[name] = _Slab(tensor, pins)
+        if self._named is not None:
+            self._named(tensor, name)
         return tensor
 
     def release(self, name: str) -> None:
