@@ -504,7 +504,7 @@ class OffloadEngine:
         with _no_modes():
             self._streamer.settle()
             self._streamer.end_step()
-            self._updates.wait()
+            self._updates.end()
             self._residency.evict_idle(keep_resident=False)
             facts, generators = load_state(
                 path, self.module, self._registry, self._buckets, self.optimizer.param_groups
@@ -514,7 +514,7 @@ class OffloadEngine:
                 if entry.param.data_ptr() != entry.host_address:
                     entry.param.data = entry.host_view
             self.steps = int(facts["steps"])
-            self._updates.early.drop_all()
+            self._updates.forget()
             if self._stepper.scaler is not None and "loss_scale" in facts:
                 self._stepper.scaler.load(facts["loss_scale"])
             restore_generators(generators, self.device.torch_device)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from offload_engine.buckets import Bucket
 from offload_engine.device import Device, DeviceBuffer, Transfer
-from offload_engine.errors import DeviceMemoryError
+from offload_engine.errors import DeviceMemoryError, KernelError
 from offload_engine.kernels import Event
 from offload_engine.optim.device_rule import SCRATCH_BYTES_PER_ELEMENT, SCRATCH_NUMEL, adam_in_torch
 from offload_engine.optim.segments import Part
@@ -298,6 +299,18 @@ class DeviceUpdates:
                 self.release(place.bucket)
                 return True
         return False
+
+    def forget(self) -> None:
+        """Free all states here without bringing them home: the host arrays have been given other values."""
+        while self._leaving:
+            with suppress(KernelError):
+                self._leaving.popleft().wait()
+        self._log.reap()
+        for place in self._places.values():
+            place.leaving = place.stamp = None
+            place.free()
+            for kind in place.bucket.state_arrays:
+                place.bucket.elsewhere.pop(kind, None)
 
     def close(self) -> None:
         """Bring all resident states home."""

@@ -8,10 +8,12 @@ bucket's values waits for its `pending_update`; before `step()` nothing but spar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry
+from offload_engine.errors import KernelError
 from offload_engine.kernels import Event, Lane
 from offload_engine.optim.device_update import DeviceUpdates, UpdateJob
 from offload_engine.optim.early import EarlyUpdates
@@ -235,3 +237,26 @@ class UpdatePipeline:
         for bucket in self._buckets:
             self.wait_bucket(bucket)
         self._log.reap()
+
+    # Before and after other values are loaded.
+
+    def end(self) -> None:
+        """Have every update at its end, and the values of those that did not fail on the host.
+
+        What failed stays pending: who reads its bucket gets the error, until `forget`.
+        """
+        for bucket in self._buckets:
+            with suppress(KernelError):
+                self.wait_bucket(bucket)
+            if bucket.gradient_reader is not None:
+                with suppress(KernelError):
+                    bucket.gradient_reader.wait()
+        self._log.reap()
+
+    def forget(self) -> None:
+        """Let go of all that was made or failed before, after `end`: other values have taken its place."""
+        self.early.drop_all()
+        self._device_updates.forget()
+        for bucket in self._buckets:
+            bucket.pending_update = bucket.gradient_reader = None
+            bucket.gradient_ready = []

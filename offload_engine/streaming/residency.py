@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from offload_engine.buckets import Bucket, Residency
 from offload_engine.device import Device
+from offload_engine.errors import KernelError
 from offload_engine.plan import StepPlan
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_UPDATE, H2D
@@ -237,10 +239,11 @@ class ResidencyManager:
         self.evictions += 1
 
     def _end_fetch(self, bucket: Bucket) -> None:
-        """Wait for a fetch that nobody wants any more."""
+        """Wait for a fetch that nobody wants any more, and whose failure is therefore nobody's."""
         if bucket.transfer is not None:
-            self._device.wait_compute(bucket.transfer)
-            bucket.transfer.wait()
+            with suppress(KernelError):
+                self._device.wait_compute(bucket.transfer)
+                bucket.transfer.wait()
             bucket.transfer = None
 
     def evict_idle(self, *, keep_resident: bool = True) -> None:
