@@ -1,0 +1,1 @@
+"""Random training programs on the hostile device."""
