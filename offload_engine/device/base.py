@@ -6,7 +6,7 @@ Implemented by `accelerator` and `emulated`; both pass tests/unit/test_device_co
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -237,6 +237,9 @@ class Device(abc.ABC):
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Say what the host memory under `tensor` holds, for messages."""
+
+    def compute_uses(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """Say that `what` is about to use device memory by operators that no dispatch mode sees."""
 
     # Compute order and life time.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -339,6 +340,10 @@ class _Watch(TorchDispatchMode):
         self._graph = graph
         self._writes_of: dict[Any, frozenset[int | str] | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around each call that only compiled code needs
+
     def _look_up(self, func: Any) -> frozenset[int | str] | None:
         """Return positions and names of the arguments that an operator writes; None if it looks at no element."""
         found: frozenset[int | str] | None = None
@@ -372,38 +377,6 @@ class _Watch(TorchDispatchMode):
                 self._see(func, each, writes)
 
 
-class _Buffer(DeviceBuffer):
-    """A device buffer that is poisoned when it is taken and given back."""
-
-    def __init__(self, device: HostileDevice, name: str, nbytes: int) -> None:
-        super().__init__(device, name, nbytes)
-        self._hostile = device
-
-    def _span(self) -> Span:
-        address = self.storage.data_ptr()
-        return Span(address, address, address + self.nbytes)
-
-    def allocate(self) -> None:
-        """Take the bytes, full of poison."""
-        if not self.allocated:
-            super().allocate()
-            self._hostile.graph.names[self.storage.data_ptr()] = f"device memory '{self.name}'"
-            _poison(self._span())
-
-    def free(self) -> None:
-        """Give the bytes back.
-
-        Raises:
-            HazardError: a job that the host has not waited for still uses them.
-        """
-        if self.allocated:
-            span = self._span()
-            self._hostile.graph.host_uses(span, f"the host, which frees '{self.name}',", writes=True)
-            _poison(span)
-            super().free()
-            self._hostile.graph.names.pop(span.block, None)
-
-
 class HostileDevice(EmulatedDevice):
     """The emulated device, hostile. All lanes come from `lane`, so that all are late and checked.
 
@@ -414,8 +387,8 @@ class HostileDevice(EmulatedDevice):
 
     def __init__(self, backend: Backend, *, seed: int, **settings: Any) -> None:
         self.graph = EventGraph()
-        self._seed = seed
         self._nap_chance = random.Random(f"{seed} host")
+        self._taken: weakref.WeakKeyDictionary[DeviceBuffer, Span] = weakref.WeakKeyDictionary()
 
         def make(
             name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None, ordered: bool = True
@@ -443,11 +416,25 @@ class HostileDevice(EmulatedDevice):
         with _no_modes():
             self.graph.names[tensor.untyped_storage().data_ptr()] = f"host memory '{name}'"
 
-    def new_buffer(self, name: str, nbytes: int) -> DeviceBuffer:
-        buffer = _Buffer(self, name, nbytes)
-        if self._ledger is not None:
-            self._ledger.engine_storages.add(id(buffer.storage))
-        return buffer
+    def compute_uses(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        with _no_modes():
+            for span in _spans(tensors):
+                self.graph.host_uses(span, f"{what} on the device", writes=True)
+
+    def _buffer_state_changed(self, buffer: DeviceBuffer) -> None:
+        """Poison what a buffer has taken or given back, and see that nobody uses what it gives back."""
+        super()._buffer_state_changed(buffer)
+        if not buffer.allocated:
+            span = self._taken.pop(buffer, None)
+            if span is not None:
+                if buffer.storage.nbytes():
+                    _poison(span)
+                self.graph.host_uses(span, f"the host, which frees '{buffer.name}',", writes=True)
+        elif buffer.nbytes and buffer not in self._taken:
+            address = buffer.storage.data_ptr()
+            span = self._taken[buffer] = Span(address, address, address + buffer.nbytes)
+            self.graph.names[address] = f"device memory '{buffer.name}'"
+            _poison(span)
 
     def new_tensor(self, nbytes: int, name: str) -> torch.Tensor:
         tensor = super().new_tensor(nbytes, name)

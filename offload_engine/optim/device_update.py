@@ -182,6 +182,7 @@ class DeviceUpdates:
         else:
             for transfer in transfers:
                 transfer.wait()
+        self._device.compute_uses(place.arrays.values(), f"update of bucket {bucket.name}")
         self._log.busy(f"update {bucket.name}", bucket.index)
         master = place.arrays["working copy" if bucket.is_own_master else "master"]
         working = None if bucket.is_own_master else place.arrays["working copy"]
