@@ -42,7 +42,7 @@ class DeviceSums:
         for entry, grad in items:
             part = bucket.span(entry, total)
             if entry.on_device_sum:
-                part.add_(grad if grad.dtype is torch.float32 else grad.float())
+                part.add_(grad)  # in fp32; a converted copy would need room, for which this very sum might be spilled
             else:
                 part.copy_(grad)
                 entry.on_device_sum = True

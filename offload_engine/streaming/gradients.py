@@ -212,7 +212,7 @@ class GradientStore:
             previous, entry.previous_grad = entry.previous_grad, None
             if not entry.landed:
                 if previous is None:
-                    entry.on_device_sum = False
+                    entry.on_device_sum = entry.in_accumulator = False  # what an earlier step left is not added to
                 else:
                     self._take_previous(entry, previous)
                 entry.landed = True
