@@ -257,6 +257,8 @@ class Counts:
     """Updates ahead of step() that it took over."""
     in_vain: int = 0
     fetches: int = 0
+    offloads: int = 0
+    """Activations that went to the host."""
 
     def add(self, other: Counts) -> None:
         for field in dataclasses.fields(self):
@@ -292,6 +294,7 @@ def train(
     with contextlib.closing(
         oe.OffloadEngine(model, make_optimizer(model), oe.EngineConfig(loss_scale=loss_scale, **settings))
     ) as engine:
+        engine._activations.min_bytes = 1  # these tensors are tiny
         rates = [group["lr"] for group in engine.optimizer.param_groups]
         for step in range(len(script.kinds)):
 
@@ -327,7 +330,7 @@ def train(
         counts.skipped = engine.skipped_steps
         counts.on_device = engine._device_updates.updates
         counts.taken, counts.in_vain = engine._updates.early.committed, engine._updates.early.dropped
-        counts.fetches = engine._residency.fetches
+        counts.fetches, counts.offloads = engine._residency.fetches, engine._activations.offloads
         if look_at is not None:
             look_at(engine)
     return counts
@@ -445,6 +448,8 @@ def check_active(script: Script, layer_major: bool, engine: oe.OffloadEngine) ->
         )
     fetches, buckets = engine._residency.fetches, len(engine._buckets)
     passes = steps * (1 if layer_major else script.micro_batches)
+    if plan.offloaded_activations and not engine._activations.offloads:
+        raise DifferenceError("no activation went to the host")
     if plan.resident and fetches > buckets * (steps + 1):
         raise DifferenceError(f"{fetches} fetches of {buckets} buckets that stay, in {steps} steps")
     if not plan.resident and fetches < 1.8 * passes * (buckets - 1):

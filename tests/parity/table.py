@@ -69,9 +69,9 @@ def print_table(
     wrong = Counter((key(choice, rows), key(choice, columns)) for choice in bad)
     tops = list(dict.fromkeys(sorted((place[1] for place in cells), key=lambda c: _order(columns, c))))
     sides = list(dict.fromkeys(sorted((place[0] for place in cells), key=lambda r: _order(rows, r))))
-    short = {"2 layer-major": "2 lm", "4 layer-major": "4 lm"}
+    short = {"2 layer-major": "2v", "4 layer-major": "4v", "always": "all"}
     heads = [[short.get(value, value) for value in top] for top in tops]
-    width = max(6, *(len(value) + 1 for head in heads for value in head))
+    width = 9 if bad else 5
     side_widths = [max(len(axis), *(len(side[i]) for side in sides)) + 2 for i, axis in enumerate(rows)]
     for level, axis in enumerate(columns):
         labels = "".join(f"{head[level]:>{width}}" for head in heads)
@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not LAYER_MAJOR:
         print("The engine has no train_batch: layer-major accumulation is left out.")
     print(f"{len(choices)} runs in {options.processes} processes", flush=True)
-    start, total, bad = time.monotonic(), Counts(runs=0), []
+    start = said = time.monotonic()
+    total, bad = Counts(runs=0), []
     with contextlib.ExitStack() as stack:
         if options.processes > 1:
             context = multiprocessing.get_context("spawn")
@@ -124,9 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 bad.append(choice)
                 print(found, flush=True)
-            if sys.stderr.isatty():
-                print(f"\r{number} of {len(choices)}, {len(bad)} wrong ", end="", file=sys.stderr, flush=True)
+            if time.monotonic() > said + 60:
+                said = time.monotonic()
+                print(f"{number} of {len(choices)}, {len(bad)} wrong", file=sys.stderr, flush=True)
     print()
+    print(
+        "Runs in each cell; 2v and 4v: micro-batches in layer-major order. A slash stands before what was wrong.\n"
+    )
     for rows, columns in TABLES:
         print_table(rows, columns, choices, bad)
     print(
@@ -135,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{total.tensors:,} tensors, counters and losses compared. {total.clipped:,} steps clipped, {total.skipped:,} "
         f"skipped for overflow.\n"
         f"{total.on_device:,} bucket updates on the device; ahead of step() {total.taken:,} taken over and "
-        f"{total.in_vain:,} in vain; {total.fetches:,} fetches."
+        f"{total.in_vain:,} in vain; {total.fetches:,} fetches; {total.offloads:,} activations to the host."
     )
     if bad:
         again = " ".join(f"--only '{axis}={value}'" for axis, value in bad[0].items() if axis in MAIN)

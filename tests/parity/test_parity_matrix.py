@@ -235,5 +235,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_counts_add_up() -> None:
     total = Counts(runs=0)
     for _ in range(3):
-        total.add(Counts(*range(1, 9)))
-    assert dataclasses.astuple(total) == tuple(3 * n for n in range(1, 9))
+        total.add(Counts(*range(1, 10)))
+    assert dataclasses.astuple(total) == tuple(3 * n for n in range(1, 10))

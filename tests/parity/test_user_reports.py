@@ -271,6 +271,48 @@ def test_u31_gradient_accumulation() -> None:
             torch.testing.assert_close(value, first, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("update_timing", ["under_forward", "during_backward"])
+def test_u35_fp16_overflow_and_loss_scale(update_timing: str) -> None:
+    """An infinite gradient in step 2 skips exactly that step; NaN weights from step 6 on end in an error."""
+    model = mlp()
+    with open_engine(model, usual_adamw(model), precision="fp16", update_timing=update_timing) as engine:
+
+        def values() -> list[torch.Tensor]:
+            states = [engine.optimizer.state[p] for p in model.parameters()]
+            with engine.full_parameters() as masters:
+                return [v.clone() for v in masters.values()] + [v.clone() for s in states for v in s.values()]
+
+        def step(number: int) -> None:
+            engine.backward(engine(data(number, 0, 5, 15)).float().square().mean() / 100)
+            engine.step()
+            engine.zero_grad()
+
+        for number in range(2):
+            step(number)
+        before = values()
+        handle = model[2].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf))
+        step(2)
+        handle.remove()
+        assert all(torch.equal(a, b) for a, b in zip(values(), before, strict=True))
+        assert (engine.loss_scale, engine.skipped_steps, engine.steps) == (32768.0, 1, 2)
+        for number in range(3, 6):
+            step(number)
+        assert (engine.loss_scale, engine.skipped_steps, engine.steps) == (32768.0, 1, 5)
+        assert not torch.equal(values()[0], before[0])
+        with engine.full_parameters(["0.weight"]) as masters:
+            masters["0.weight"][3, 4] = torch.nan
+        before = values()
+        for number in range(6, 21):  # down to a scale of 1
+            step(number)
+        with pytest.raises(
+            oe.NonFiniteError, match=r"gradient of '0\.weight' is not finite.*17 steps were skipped"
+        ):
+            step(21)
+        assert engine.loss_scale == 1.0 and engine.steps == 5
+        for a, b in zip(values(), before, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("lookahead_bytes", [1, 2048, 4096, 8192])
 def test_u37_prefetch_races(lookahead_bytes: int) -> None:
     """Big weights, little compute, a delay before each kind of job in turn: identical losses."""
