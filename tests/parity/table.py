@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -101,11 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", action="append", default=[], metavar="AXIS=VALUE[,VALUE]", help="a part of it"
     )
     parser.add_argument("--pairwise", action="store_true", help="only a cover of all pairs of values")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="N runs of these, drawn evenly, always the same"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     options = parser.parse_args(arguments)
     choices = selected(pairwise(AXES) if options.pairwise else full_product(), options.only)
     if not choices:
         raise SystemExit("--only leaves no run: its values do not come together in any choice.")
+    if options.sample is not None:
+        drawn = random.Random(0).sample(range(len(choices)), min(options.sample, len(choices)))
+        choices = [choices[place] for place in sorted(drawn)]
     if not LAYER_MAJOR:
         print("The engine has no train_batch: layer-major accumulation is left out.")
     print(f"{len(choices)} runs in {options.processes} processes", flush=True)

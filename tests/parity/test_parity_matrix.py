@@ -228,6 +228,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--processes", "1"]) == 0
     said = capsys.readouterr().out
     assert "3 runs equal their reference after every step, 0 do not" in said
+    assert main(["--sample", "1", "--processes", "1"]) == 0
+    assert "1 runs equal their reference" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="timing=serial,under_forward,during_backward"):
         selected([], ["timing=never"])
 
