@@ -107,7 +107,8 @@ class LayerMajor:
             backward: takes that loss.
 
         Raises:
-            UnsupportedError: a block was entered after one that comes behind it; raised before any backward.
+            UnsupportedError: a block was entered after one that comes behind it, which is seen before any backward; or
+                one micro-batch's loss depends on another.
             Whatever `forward` or `backward` raises. No turn is left then, and gradients may be incomplete.
         """
         with _no_modes(), _no_dispatch():
@@ -139,6 +140,7 @@ class LayerMajor:
             if not batch.turn.done:
                 self._current = batch
                 batch.turn.cancel()
+            batch.output.clear()  # else it holds the graph whose hooks hold it
         self._current = None
         self._in_backward = False
         self._order.learning = True
@@ -198,7 +200,17 @@ class LayerMajor:
             tensor.register_hook(partial(self._pause_backward, batch, place))
 
     def _pause_backward(self, batch: _MicroBatch, place: int, _: torch.Tensor) -> None:
-        if self._in_backward and batch is self._current and place < batch.place:
+        current = self._current
+        if not self._in_backward or current is None:
+            return
+        if batch is not current:
+            raise UnsupportedError(
+                f"order = 'layer_major': the loss of micro-batch {current.number} depends on what micro-batch "
+                f"{batch.number} has computed. The model keeps a tensor of its forward on a module (an auxiliary loss, a "
+                f"cache), where micro-batches that run beside each other overwrite it. Return it instead, or use "
+                f"train_batch(..., order='micro_batch')."
+            )
+        if place < batch.place:
             batch.place = place
             batch.turn.pause()
 
