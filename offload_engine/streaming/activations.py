@@ -13,6 +13,7 @@ Note: life of a saved tensor.
 from __future__ import annotations
 
 import fnmatch
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -36,8 +37,12 @@ MIN_BYTES = 4096
 """What is smaller stays on the device: starting its copy would cost more than its memory is worth."""
 
 _ALIGN = 64
+_log = logging.getLogger("offload_engine")
 _graph_task_id = torch._C._current_graph_task_id
 _hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 _no_modes = torch._C.DisableTorchFunction
 _no_dispatch = torch._C._DisableTorchDispatch
 
@@ -46,7 +51,7 @@ def offloadable(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modul
     """Return the modules whose activations may be offloaded, by name.
 
     Args:
-        patterns: names, with "*" for any text between dots ("layers.*"; "" is the model itself). None: the blocks that
+        patterns: names, with "*" for any text between dots ("layers.*"; "" is the model itself). Empty: the blocks that
             the model is a sequence of.
 
     Raises:
@@ -95,6 +100,7 @@ class _Copy:
         "source",
         "start",
         "unpacked",
+        "watch",
     )
 
     def __init__(
@@ -105,8 +111,11 @@ class _Copy:
         block: HostBlock,
         leaving: Transfer,
         place: int,
+        watch: torch.Tensor,
     ) -> None:
         self.name = name
+        self.watch = watch
+        """Has the version counter of the tensors that it serves, and no memory."""
         self.source = weakref.ref(source)
         """The storage while anybody has it: torch keeps one object per memory block until its last user is gone."""
         self.start = start
@@ -156,9 +165,9 @@ class _Kept:
 class _Offloaded:
     """A saved tensor whose bytes are in a copy."""
 
-    __slots__ = ("copy", "dtype", "layer", "offset_bytes", "shape", "stride", "version", "watch")
+    __slots__ = ("copy", "dtype", "layer", "offset_bytes", "shape", "stride", "version")
 
-    def __init__(self, tensor: torch.Tensor, copy: _Copy, layer: _Layer, empty: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: _Copy, layer: _Layer) -> None:
         self.copy = copy
         self.layer = layer
         self.dtype = tensor.dtype
@@ -166,9 +175,6 @@ class _Offloaded:
         self.stride = tensor.stride()
         self.offset_bytes = tensor.storage_offset() * tensor.element_size()
         self.version = tensor._version
-        # It shares the version counter, and no memory.
-        self.watch = tensor.detach()
-        self.watch.data = empty
         copy.saved += 1
 
     def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
@@ -228,6 +234,8 @@ class ActivationStore:
         budget = device.budget_bytes
         self._leaving_limit = None if device.counts_everything or budget is None else budget // 8
         self._leaving_bytes = 0
+        self._idle_because = "none of those modules ran in a forward with gradients"
+        self._said = False
         self._running: list[tuple[nn.Module, _Layer | None]] = []
         self._copies: weakref.WeakValueDictionary[tuple[int, int], _Copy] = weakref.WeakValueDictionary()
         """(id of the storage, version) -> its copy."""
@@ -250,7 +258,12 @@ class ActivationStore:
         if name not in self.names:
             return
         layer: _Layer | None = None
-        if torch.is_grad_enabled() and _graph_task_id() == -1 and self._may_push():
+        if not torch.is_grad_enabled() or _graph_task_id() != -1:
+            pass
+        elif not self._may_push():
+            self._idle_because = "other saved-tensor hooks are active around those modules, as those of activation checkpointing are"
+        else:
+            self._idle_because = f"all that autograd saves in those modules is parameters, buffers or tensors below {self.min_bytes} bytes"
             layer = _Layer(name)
             layer.pack = partial(self._pack, layer)
             layer.hooks = saved_tensors_hooks(layer.pack, self._unpack)
@@ -308,10 +321,13 @@ class ActivationStore:
                 or copy.living() is not storage
                 or extent[0] < copy.start
                 or extent[1] > copy.start + copy.nbytes
+                or not _same_counter(tensor, copy.watch)
             ):
-                copy = self._start_copy(layer, storage, *extent)
+                watch = tensor.detach()
+                watch.data = self._empty
+                copy = self._start_copy(layer, storage, *extent, watch)
                 self._copies[key] = copy
-            return _Offloaded(tensor, copy, layer, self._empty)
+            return _Offloaded(tensor, copy, layer)
 
     def _extent(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the bytes of the tensor's storage that are to be copied, or None if the tensor stays.
@@ -345,7 +361,9 @@ class ActivationStore:
             return 0, whole
         return start // _ALIGN * _ALIGN, end
 
-    def _start_copy(self, layer: _Layer, storage: torch.UntypedStorage, start: int, end: int) -> _Copy:
+    def _start_copy(
+        self, layer: _Layer, storage: torch.UntypedStorage, start: int, end: int, watch: torch.Tensor
+    ) -> _Copy:
         self._log.reap()
         nbytes = end - start
         if self._leaving_limit is not None:
@@ -355,7 +373,7 @@ class ActivationStore:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage, start, (nbytes,), (1,))
         transfer = self._device.start_d2h([(block.tensor, source)], f"activations of {layer.name}")
-        copy = _Copy(layer.name, storage, start, block, transfer, len(self._order))
+        copy = _Copy(layer.name, storage, start, block, transfer, len(self._order), watch)
         self._order.append(weakref.ref(copy))
         self._leaving_bytes += nbytes
         layer.nbytes += nbytes
@@ -384,7 +402,7 @@ class ActivationStore:
         if isinstance(saved, _Kept):
             _check_version(saved, saved.tensor, saved.tensor.dtype, saved.tensor.shape)
             return saved.tensor
-        _check_version(saved, saved.watch, saved.dtype, saved.shape)
+        _check_version(saved, saved.copy.watch, saved.dtype, saved.shape)
         with _no_modes():
             copy = saved.copy
             if saved.layer is not self._layer:
@@ -491,12 +509,30 @@ class ActivationStore:
         """Fit the host memory to what the step needed. The only place where host memory is pinned."""
         self.abandon()
         self._pool.end_step()
+        if self.names and not self.offloads and not self._said:
+            self._said = True
+            _log.warning(f"activations = 'offload', but nothing was offloaded: {self._idle_because}")
 
     def _forget_dead(self) -> None:
         living = [copy for ref in self._order if (copy := ref()) is not None]
         for place, copy in enumerate(living):
             copy.place = place
         self._order = [weakref.ref(copy) for copy in living]
+
+
+def _same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a change of `a` in place counts as one of `b`.
+
+    Tensors of one storage may have counters of their own, and then equal versions are not equal values: the gates of
+    torch's GRU are chunks that are changed one by one.
+    """
+    version = a._version
+    if b._version != version:
+        return False
+    _set_versions((a,), (version + 1,))
+    same: bool = b._version == version + 1
+    _set_versions((a,), (version,))
+    return same
 
 
 def _top_pack() -> Any:
