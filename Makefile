@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help setup setup-hf train test test-slow test-gpu parity lint format sanitize bench clean
+.PHONY: help setup setup-hf train test test-slow test-gpu parity hostile lint format sanitize bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -68,6 +68,11 @@ test-gpu: $(VENV)/.installed ## those that need an accelerator
 
 parity: $(VENV)/.installed ## every plan against the serial one, bit for bit (ARGS='--only timing=serial', '--pairwise')
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parity.table $(ARGS)
+
+SEEDS ?= 1000
+
+hostile: $(VENV)/.installed ## random programs on the hostile device (SEEDS=10000, ARGS='--first 500')
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m tests.hostile.seeds $(SEEDS) $(ARGS)
 
 lint: $(VENV)/.installed ## linter, formatter, types
 	@$(BIN)/ruff check .

@@ -229,8 +229,9 @@ class EngineConfig:
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     """Dynamic loss scale of fp16."""
     hostile_seed: int | None = None
-    """Emulated device: delay every lane by seeded chance, poison memory that nobody may read, and check that every
-    reader has waited for the last writer. For tests."""
+    """Emulated device, for tests: jobs of every lane start late by chance drawn from this seed, memory that nobody may
+    read is full of NaN, and an access that has not waited for the one before it is a HazardError that names both. The
+    numbers stay the same. None: off."""
 
     def __post_init__(self) -> None:
         _check_types(self)

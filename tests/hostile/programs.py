@@ -97,8 +97,10 @@ def script_of(number: int) -> Script:
     chance = random.Random(f"script {number}")
     precision = ("fp32", "bf16", "fp16")[number % 3]
     steps = []
+    usual = chance.choice((1, 1, 2, 2, 3))
     for _ in range(chance.choice((2, 2, 2, 3, 3, 4))):
-        factors = [chance.choice((1.0, 1.0, 1.0, 30.0)) for _ in range(chance.choice((1, 1, 2, 2, 3)))]
+        count = usual if chance.random() < 0.8 else chance.choice((1, 2, 3))
+        factors = [chance.choice((1.0, 1.0, 1.0, 30.0)) for _ in range(count)]
         if precision == "fp16" and chance.random() < 0.25:
             factors[chance.randrange(len(factors))] = 1e7
         steps.append(tuple((chance.random() < 0.7, factor) for factor in factors))
@@ -114,17 +116,27 @@ def config_of(script: Script, chance: random.Random) -> dict[str, Any]:
     """Draw a plan, as keys of `EngineConfig`."""
     budget = chance.choice((None, 7168, 8192, 12288) if script.precision == "fp32" else (None, 5120, 8192))
     config: dict[str, Any] = {
-        "update_timing": chance.choice(("serial", "under_forward", "during_backward", "during_backward")),
-        "device_share": chance.choice((0.0, 0.0, 0.25, 0.5, 1.0)),
-        "resident_states": chance.choice((None, None, "3KiB", "20KiB")),
+        "update_timing": chance.choice(
+            (
+                "serial",
+                "under_forward",
+                "under_forward",
+                "during_backward",
+                "during_backward",
+                "during_backward",
+            )
+        ),
+        "device_share": chance.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 1.0)),
+        "resident_states": chance.choice((None, None, None, None, None, "3KiB", "20KiB")),
         "accumulation": chance.choice(("host", "device")),
         "keep_resident": budget is None and chance.random() < 0.5,
         "lookahead_bytes": chance.choice((1, None, "1MiB")),
         "clip_mode": chance.choice(("auto", "speculate", "norm_first")),
-        "speculation_memory": chance.choice((None, None, "4KiB")),
-        "micro_batches": chance.choice((None, 1, 2)),
+        "speculation_memory": chance.choice((None, None, None, "4KiB")),
+        "micro_batches": chance.choice((None, 1, 2, len(script.steps[0]), len(script.steps[0]))),
         "memory_ledger": chance.random() < 0.4,
         "bucket_bytes": chance.choice((1, 512, 512)),
+        "activations": chance.choice(("keep", "keep", "offload")),
         "device_memory": budget,
         "links": {"h2d_gbps": chance.choice((0.0, 0.0, 0.02)), "d2h_gbps": chance.choice((0.0, 0.0, 0.02))},
     }
@@ -182,14 +194,28 @@ class Program:
         self.look("end", "states", 1.0)
 
     def pass_(self, step: int, micro_batches: tuple[tuple[bool, float], ...]) -> None:
-        """Run the forwards and backwards of one step."""
-        for micro, (use, factor) in enumerate(micro_batches):
-            inputs, targets = (tokens(step, micro + k, VOCABULARY, 2, LENGTH) for k in (0, 50))
-            logits = self.engine(inputs, use).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) * factor
+        """Run the forwards and backwards of one step, one micro-batch after the other or block by block."""
+        batches = [
+            (tokens(step, micro, VOCABULARY, 2, LENGTH), use) for micro, (use, _) in enumerate(micro_batches)
+        ]
+        place = {id(batch): micro for micro, batch in enumerate(batches)}
+
+        def loss_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+            micro = place[id(batch)]
+            targets = tokens(step, micro + 50, VOCABULARY, 2, LENGTH)
             if self.chance is not None and not self.engine.plan.resident and self.chance.random() < 0.5:
                 self.engine._residency.evict_idle()  # as if room were short just now: fetched again in backward
-            self.engine.backward(loss)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return loss * micro_batches[micro][1]
+
+        losses = []
+        if self.chance is not None and self.chance.random() < 0.25:
+            losses = self.engine.train_batch(batches, loss_of, order="layer_major")
+        else:
+            for batch in batches:
+                losses.append(loss_of(self.engine(*batch), batch))
+                self.engine.backward(losses[-1])
+        for micro, loss in enumerate(losses):
             self.see(step, f"loss {micro}", loss.detach())
 
     def look(self, step: int | str, what: str, share: float) -> None:
@@ -233,7 +259,7 @@ class Program:
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:
-    """Return a float tensor as integers: -0 is not 0. All NaN are one, as which of two comes out of a sum is not said."""
+    """Return a float tensor as integers: -0 is not 0. All NaN are one, as which of two comes out is not said."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     if not value.is_floating_point():
         return value
@@ -271,6 +297,7 @@ def run(
         "max_grad_norm": script.max_grad_norm,
     }
     engine = oe.OffloadEngine(model, make_optimizer(model), oe.EngineConfig(**settings))
+    engine._activations.min_bytes = 64  # everything here is smaller than what is worth a copy
     try:
         Program(script, engine, chance, seen).run()
         engine.synchronize()
