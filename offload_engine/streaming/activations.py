@@ -261,9 +261,13 @@ class ActivationStore:
         if not torch.is_grad_enabled() or _graph_task_id() != -1:
             pass
         elif not self._may_push():
-            self._idle_because = "other saved-tensor hooks are active around those modules, as those of activation checkpointing are"
+            self._idle_because = (
+                "other saved-tensor hooks are active around them, as those of activation checkpointing are"
+            )
         else:
-            self._idle_because = f"all that autograd saves in those modules is parameters, buffers or tensors below {self.min_bytes} bytes"
+            self._idle_because = (
+                f"all they save is parameters, buffers or tensors below {self.min_bytes} bytes"
+            )
             layer = _Layer(name)
             layer.pack = partial(self._pack, layer)
             layer.hooks = saved_tensors_hooks(layer.pack, self._unpack)

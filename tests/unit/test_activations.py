@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload_engine as oe
+from offload_engine.device import accelerator
 from offload_engine.streaming.activations import offloadable
 from offload_engine.timeline import CAUSE_ACTIVATION
 from tests.parity.harness import one_compute_thread, open_engine
@@ -110,6 +111,8 @@ def test_transfers_and_waits_are_in_the_timeline() -> None:
 def test_on_the_accelerators_code(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(stack(), "keep", device_memory="16MiB")
     install_accelerator_standin(monkeypatch)
+    # The stand-in's device has a number, the tensors of the CPU have none.
+    monkeypatch.setattr(accelerator.AcceleratorDevice, "holds", lambda _, tensor: tensor.device.type == "cpu")
     found = run(stack(), "offload", device="accelerator", device_memory="16MiB")
     assert same(expected, found)
     assert found[2]["offloaded_bytes"] > 0

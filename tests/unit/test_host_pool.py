@@ -1,4 +1,4 @@
-"""Host memory of offloaded activations: blocks do not overlap, equal steps take equal memory, pinned at step ends only."""
+"""Host memory of offloaded activations: blocks do not overlap, equal steps take equal memory, steps pin nothing."""
 
 from __future__ import annotations
 
