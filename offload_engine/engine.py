@@ -538,6 +538,11 @@ class OffloadEngine:
         """The device budget; None: unlimited."""
         return self.device.budget_bytes
 
+    @property
+    def updates_ahead(self) -> tuple[int, int]:
+        """Updates started before `step()` so far: (committed, made in vain)."""
+        return self._updates.early.committed, self._updates.early.dropped
+
     def summary(self) -> dict[str, Any]:
         """Return the facts of the run so far, as JSON values: bytes, shares and waits by lane and cause, memory."""
         self.synchronize()
