@@ -210,6 +210,8 @@ class TimelineSummary:
     """What a run did, lane by lane. Rates are 1e9 bytes/s while the lane was busy; shares are of `wall_s`.
 
     `wall_s` runs from the first step's start to the last step's end; bytes and waits are of the whole recording.
+    `lane_efficiency` is max over lanes of busy time / `wall_s`, the first steps included: no order of the same work
+    is faster than its busiest lane, so 1 is the bound. `busiest_lane` is that lane, "" before the first step.
     """
 
     steps: int
@@ -217,6 +219,8 @@ class TimelineSummary:
     bytes_by_lane: Mapping[str, int]
     gb_per_s_by_lane: Mapping[str, float]
     busy_share_by_lane: Mapping[str, float]
+    lane_efficiency: float
+    busiest_lane: str
     exposed_wait_s_by_cause: Mapping[str, float]
     device_peak_bytes: int
     device_budget_bytes: int | None
@@ -234,6 +238,11 @@ class TimelineSummary:
         if self.events == 0:
             return "The timeline is empty: recording was off, or nothing ran."
         lines = [self._steps_words(), *self._lane_words(), self._wait_words()]
+        if self.busiest_lane:
+            lines.insert(
+                1,
+                f"The run is at {self.lane_efficiency:.2f} of what its busiest lane, {self.busiest_lane}, allows.",
+            )
         if self.device_peak_bytes:
             lines.append(self._memory_words())
         if self.events_dropped:
@@ -293,6 +302,8 @@ def summary_of(
     wall_ns = totals.wall_ns
     moved = {lane: count for lane, count in totals.bytes_by_lane.items() if count}
     lanes = sorted(in_steps_ns, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
+    shares = {lane: in_steps_ns[lane] / wall_ns if wall_ns else 0.0 for lane in lanes}
+    busiest = max(shares, key=shares.__getitem__) if wall_ns else ""
     return TimelineSummary(
         steps=totals.steps,
         wall_s=wall_ns / 1e9,
@@ -300,7 +311,9 @@ def summary_of(
         gb_per_s_by_lane={
             lane: count / busy_ns[lane] if busy_ns.get(lane) else 0.0 for lane, count in moved.items()
         },
-        busy_share_by_lane={lane: in_steps_ns[lane] / wall_ns if wall_ns else 0.0 for lane in lanes},
+        busy_share_by_lane=shares,
+        lane_efficiency=shares[busiest] if busiest else 0.0,
+        busiest_lane=busiest,
         exposed_wait_s_by_cause={cause: ns / 1e9 for cause, ns in totals.wait_ns_by_cause.items()},
         device_peak_bytes=totals.peak_bytes_by_kind.get("device", 0),
         device_budget_bytes=device_budget_bytes,

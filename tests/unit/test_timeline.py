@@ -221,3 +221,20 @@ def test_overhead_is_measured_without_touching_the_timeline() -> None:
 def test_capacity_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="timeline_events is 0"):
         make(capacity=0)
+
+
+def test_lane_efficiency_is_the_busiest_lanes_share_of_the_steps() -> None:
+    timeline = make()
+    timeline.step(1, 0, 100 * MS)
+    timeline.step(2, 100 * MS, 200 * MS)
+    timeline.phase("FORWARD", 0, 200 * MS)
+    timeline.wait("update", "layers.0", 10 * MS, 50 * MS)
+    timeline.span("h2d", "layers.0", 0, 150 * MS)
+    timeline.span("h2d", "layers.1", 140 * MS, 180 * MS)
+    summary = timeline.summary()
+    assert (summary.busiest_lane, summary.lane_efficiency) == (
+        "h2d",
+        pytest.approx(0.9),
+    )  # compute: 160 of 200
+    assert "at 0.90 of what its busiest lane, h2d, allows" in summary.words()
+    assert (make().summary().busiest_lane, make().summary().lane_efficiency) == ("", 0.0)
