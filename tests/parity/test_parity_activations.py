@@ -124,3 +124,21 @@ def test_several_graphs(name: str, body: Any) -> None:
     ours, offloads = offloading(case, Recipe(steps=3, body=body, tamper=late), device_memory="1GiB")
     assert_same_bits(ours, keep)
     assert offloads > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "llama checkpointed", "gpt2"])
+def test_models_of_transformers(name: str) -> None:
+    """In the blocks that are found, without naming any."""
+    pytest.importorskip("transformers", reason="the extra 'hf' is not installed (make setup-hf)")
+    from tests.parity.test_parity_transformers import MODELS, language_loss
+
+    case, recipe = (
+        Case(name, MODELS[name], language_loss),
+        Recipe(steps=2, micro_batches=2, tamper=everything),
+    )
+    keep = run(case, Recipe(steps=2, micro_batches=2), device_memory="1GiB")
+    ours, offloads = offloading(case, recipe, device_memory="1GiB", activation_modules=())
+    assert_same_bits(ours, keep)
+    assert offloads > 0
