@@ -9,7 +9,9 @@ Note: how it works.
     and where it leaves the last one. In backward it pauses where the gradient of a block's input is complete, that is,
     when the block's own backward is over. Everybody at one such place goes on, in order, before anybody goes on from
     the next. So a parameter's gradients come in the order of the micro-batches, each summed by autograd over all uses
-    of the parameter (a tied embedding's head and embedding, say), and are added as they come.
+    of the parameter (a tied embedding's head and embedding, say), and are added as they come. Only reentrant
+    checkpointing of several blocks that share a parameter hands out its gradient in parts; those of one micro-batch
+    then come between those of others, and the sum is the same but for rounding.
 
 Note: randomness.
     A pause must not change what a recomputation (activation checkpointing) draws, so every micro-batch has a stream of
@@ -206,8 +208,8 @@ class LayerMajor:
         if batch is not current:
             raise UnsupportedError(
                 f"order = 'layer_major': the loss of micro-batch {current.number} depends on what micro-batch "
-                f"{batch.number} has computed. The model keeps a tensor of its forward on a module (an auxiliary loss, a "
-                f"cache), where micro-batches that run beside each other overwrite it. Return it instead, or use "
+                f"{batch.number} has computed. The model keeps a tensor of its forward on a module (an auxiliary loss, "
+                f"a cache), where micro-batches that run beside each other overwrite it. Return it instead, or use "
                 f"train_batch(..., order='micro_batch')."
             )
         if place < batch.place:

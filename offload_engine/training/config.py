@@ -149,6 +149,10 @@ class TrainConfig:
     """Sequences per forward and backward."""
     accumulation: int = 1
     """Micro-batches per step. Their losses are averaged."""
+    micro_batch_order: Literal["micro_batch", "layer_major"] = "micro_batch"
+    """"micro_batch": each micro-batch through the whole model before the next. "layer_major": all of them through one
+    block before the next block, which fetches each weight twice per step instead of twice per micro-batch, and holds
+    the activations of all of them. The same numbers, but where the model has dropout; plain PyTorch takes no notice."""
     seq_len: int = 256
     """Tokens per sequence."""
     lr: float = 1e-3

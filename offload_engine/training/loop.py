@@ -115,10 +115,15 @@ class Job:
         train, state, trainer = self.config.train, self.state, self.trainer
         start = time.perf_counter()
         losses = []
-        for batch in self.data.micro_batches(state.step):
-            loss = batch_loss(trainer(batch.inputs_BT), batch)
-            trainer.backward(loss / train.accumulation)
+        batches = {id(batch.inputs_BT): batch for batch in self.data.micro_batches(state.step)}
+
+        def share_of_loss(output: Any, inputs_BT: Tensor) -> Tensor:
+            loss = batch_loss(output, batches[id(inputs_BT)])
             losses.append(loss.detach())
+            return loss / train.accumulation
+
+        inputs = [batch.inputs_BT for batch in batches.values()]
+        trainer.train_batch(inputs, share_of_loss, order=train.micro_batch_order)
         # The one place of a step where the host waits for the device.
         step_loss = _mean(losses)
         lr = float(trainer.optimizer.param_groups[0]["lr"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +106,22 @@ class PlainTrainer:
             master, grad = self._masters[name], working.grad.float()
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             working.grad = None
+
+    def train_batch(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        order: Literal["layer_major", "micro_batch"] = "micro_batch",
+    ) -> list[Tensor]:
+        """Run forward and backward of each batch, one argument of the model, in turn, whatever the `order`."""
+        losses = []
+        for batch in batches:
+            output = self(batch)
+            loss = output if loss_fn is None else loss_fn(output, batch)
+            self.backward(loss)
+            losses.append(loss.detach())
+        return losses
 
     @property
     def grad_norm(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class Trainer(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch."""
+
+    def train_batch(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        order: Literal["layer_major", "micro_batch"] = ...,
+    ) -> list[Tensor]:
+        """Run forward and backward of micro-batches, whose losses `loss_fn(output, batch)` gives, in either order."""
 
     def step(self) -> None:
         """Clip and apply the gradients. May return before it is done; gradients stay until `zero_grad`."""

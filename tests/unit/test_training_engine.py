@@ -75,7 +75,7 @@ def test_fp32_losses_are_those_of_plain_pytorch(tmp_path: Path, checkpointing: s
         "model__tie_embeddings": tied,
     }
     if checkpointing == "none":
-        changes["engine__device_memory"] = 2 * BUDGET_BYTES
+        changes["engine__device_memory"] = 8 * BUDGET_BYTES  # for the activations of all micro-batches
     plain, engine = (
         job(tmp_path, "plain", engine__enabled=False, **changes),
         job(tmp_path, "engine", **changes),
@@ -166,3 +166,21 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError):
         run_job(config, resume=True)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block", "block_reentrant"])
+def test_layer_major_order_gives_the_same_losses(tmp_path: Path, checkpointing: str) -> None:
+    changes = {"train__accumulation": 3, "model__activation_checkpointing": checkpointing}
+    changes["engine__device_memory"] = 8 * BUDGET_BYTES  # for the activations of all micro-batches
+    usual = job(tmp_path, "usual", **changes)
+    major = job(tmp_path, "major", train__micro_batch_order="layer_major", **changes)
+    plain = job(tmp_path, "plain", train__micro_batch_order="layer_major", engine__enabled=False, **changes)
+    for config in (usual, major, plain):
+        assert run_job(config) is Outcome.FINISHED
+    assert losses(major) == losses(usual)
+    assert losses(plain) == pytest.approx(losses(usual), rel=1e-5)
+
+
+def test_an_unknown_micro_batch_order(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train.micro_batch_order is 'layers'"):
+        job(tmp_path, "bad", train__micro_batch_order="layers")
