@@ -24,6 +24,8 @@ class DeviceSums:
         self._device = device
         self._buffers: dict[int, DeviceBuffer] = {}
         self._sums: dict[int, torch.Tensor] = {}
+        self._leaving: dict[int, int] = {}
+        """Bucket -> how many copies of its sums to the host have not been seen done."""
 
     def add(self, bucket: Bucket, items: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> bool:
         """Add gradients (flat, in working dtype) to their sums, or begin them. False if the device has no room."""
@@ -42,7 +44,9 @@ class DeviceSums:
         for entry, grad in items:
             part = bucket.span(entry, total)
             if entry.on_device_sum:
-                part.add_(grad)  # in fp32; a converted copy would need room, for which this very sum might be spilled
+                part.add_(
+                    grad
+                )  # in fp32; a converted copy would need room, for which this very sum might be spilled
             else:
                 part.copy_(grad)
                 entry.on_device_sum = True
@@ -52,9 +56,22 @@ class DeviceSums:
         """Return the sum of one parameter: fp32, 1-D, on the device."""
         return bucket.span(entry, self._sums[bucket.index])
 
+    def start_leaving(self, bucket: Bucket) -> None:
+        """Note that a copy of some of the bucket's sums to the host has been queued; `left` ends it."""
+        self._leaving[bucket.index] = self._leaving.get(bucket.index, 0) + 1
+
+    def left(self, bucket: Bucket) -> None:
+        """Note that one such copy is done; after the last one the bucket's memory is given back."""
+        self._leaving[bucket.index] -= 1
+        self.free(bucket)
+
     def free(self, bucket: Bucket) -> None:
-        """Give the bucket's memory back, unless a parameter of it still has its sum there. Idempotent."""
-        if bucket.index in self._buffers and not any(entry.on_device_sum for entry in bucket.entries):
+        """Give the bucket's memory back, unless a sum is still there or a copy still reads one. Idempotent."""
+        if (
+            bucket.index in self._buffers
+            and not self._leaving.get(bucket.index)
+            and not any(entry.on_device_sum for entry in bucket.entries)
+        ):
             self._buffers[bucket.index].free()
 
     def held(self) -> list[int]:

@@ -340,11 +340,13 @@ class GradientStore:
         free_sums: bool = False,
     ) -> Event:
         transfer = self._device.start_d2h(pairs, bucket.name, after)
+        if free_sums:
+            self._device_sums.start_leaving(bucket)
 
         def release() -> None:
             transfer.release()
             if free_sums:
-                self._device_sums.free(bucket)
+                self._device_sums.left(bucket)
 
         self._log.job(
             transfer.event,

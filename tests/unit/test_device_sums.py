@@ -54,3 +54,24 @@ def test_adding_in_place_rounds_once_in_fp32(dtype: torch.dtype) -> None:
     grad = torch.randn(4097, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = total + grad.float()
     assert torch.equal(total.clone().add_(grad), expected)
+
+
+def test_memory_of_sums_stays_until_the_last_copy_has_left() -> None:
+    """Two parts of a bucket that leave one after the other: the first one's end frees nothing that is still read."""
+    with open_engine(nn.Linear(15, 15), accumulation="device", bucket_bytes="1MiB") as engine:
+        (bucket,) = engine._buckets
+        sums = DeviceSums(engine.device)
+        before = engine.device_bytes
+        ones = [(entry, torch.ones(entry.span_numel)) for entry in bucket.entries]
+        assert len(ones) == 2 and sums.add(bucket, ones)
+        held = engine.device_bytes
+        assert held >= before + 4 * bucket.numel
+        for entry in bucket.entries:
+            sums.free(bucket)
+            entry.on_device_sum = False
+            sums.start_leaving(bucket)
+        sums.free(bucket)
+        sums.left(bucket)
+        assert engine.device_bytes == held and sums.held() == [bucket.index]
+        sums.left(bucket)
+        assert engine.device_bytes == held - 4 * bucket.numel and sums.held() == []
