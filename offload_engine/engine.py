@@ -56,7 +56,7 @@ from offload_engine.streaming import (
     Streamer,
     Touched,
     UseOrder,
-    map_tensors,
+    moved,
     offloadable,
 )
 from offload_engine.timeline import CPU_GRADIENT, CPU_UPDATE, UPDATE, Timeline
@@ -303,17 +303,9 @@ class OffloadEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs to the device and run the model. Returns what the model returns."""
         self._check_open()
-        return self.module(*self._move(args), **self._move(kwargs))
-
-    def _move(self, value: Any) -> Any:
         cast = _DTYPES[self.config.precision] if self.config.cast_inputs else None
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved = self.device.to_device(tensor)
-            narrow = cast is not None and moved.dtype is torch.float32
-            return moved.to(cast) if narrow else moved
-
-        return map_tensors(value, move)
+        args, kwargs = (moved(value, self.device, cast) for value in (args, kwargs))
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16 the scaled loss's, so that every `p.grad` has the loss scale in it.

@@ -8,7 +8,7 @@ from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.micro_batches import LossFunction, MicroBatches, MicroBatchOrder
 from offload_engine.streaming.order import UseOrder
 from offload_engine.streaming.residency import ResidencyManager
-from offload_engine.streaming.structures import map_tensors
+from offload_engine.streaming.structures import map_tensors, moved
 
 __all__ = [
     "ActivationStore",
@@ -23,6 +23,7 @@ __all__ = [
     "Touched",
     "UseOrder",
     "map_tensors",
+    "moved",
     "offloadable",
     "runs_of",
 ]

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["map_tensors", "tensors_in"]
+from offload_engine.device import Device
+
+__all__ = ["map_tensors", "moved", "tensors_in"]
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device)
 _MAX_DEPTH = 6
@@ -73,3 +75,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             object.__setattr__(record, name, new)
         return record
     return value
+
+
+def moved(value: Any, device: Device, cast: torch.dtype | None) -> Any:
+    """Return `value` with its tensors on the device, those of fp32 in dtype `cast` unless that is None."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        there = device.to_device(tensor)
+        return there.to(cast) if cast is not None and there.dtype is torch.float32 else there
+
+    return map_tensors(value, move)
