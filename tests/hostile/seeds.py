@@ -1,7 +1,7 @@
 """Many seeds on all cores: `python -m tests.hostile.seeds 10000`, or `make hostile SEEDS=10000`.
 
 Prints progress, every seed that fails with the command that repeats it, and one line at the end; exits with 1 if any
-did.
+did. A seed fixes program, plan and delays, but not how the system runs the threads: a rare failure may need some tries.
 """
 
 from __future__ import annotations
