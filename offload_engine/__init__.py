@@ -3,7 +3,7 @@
 `OffloadEngine` wraps a model and its optimizer; `EngineConfig` has every setting. Importing touches no device.
 """
 
-from offload_engine.config import EngineConfig, LinksConfig, ThreadsConfig
+from offload_engine.config import EngineConfig, LinksConfig, LossScaleConfig, ThreadsConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import (
     BuildError,
@@ -17,7 +17,7 @@ from offload_engine.errors import (
     StateError,
     UnsupportedError,
 )
-from offload_engine.plan import StepPlan
+from offload_engine.plan import DeviceShare, StepPlan
 from offload_engine.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -27,10 +27,12 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeviceMemoryError",
+    "DeviceShare",
     "EngineConfig",
     "HostMemoryError",
     "KernelError",
     "LinksConfig",
+    "LossScaleConfig",
     "NonFiniteError",
     "OffloadEngine",
     "OffloadEngineError",

@@ -27,12 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A benchmark parses its own options, "--help" among them.
     if arguments[:1] == ["bench"] and len(arguments) > 1 and arguments[1] in _BENCHMARKS:
-        if argv is None and arguments[1] != "update":
-            _restart_with_waiting_threads()
+        if (
+            argv is None and arguments[1] == "overlap"
+        ):  # the others start processes of their own, or need none
+            _restart_in_fast_environment()
         return _guarded(lambda: _bench(arguments[1], arguments[2:]), traceback=False)
     options = _parser().parse_args(arguments)
     if argv is None and options.command == "train":
-        _restart_with_waiting_threads()
+        _restart_in_fast_environment()
     return _guarded(lambda: _COMMANDS[options.command](options), traceback=options.traceback)
 
 
@@ -130,16 +132,13 @@ def _guarded(command: Callable[[], int], *, traceback: bool) -> int:
         return EXIT_INTERRUPTED
 
 
-def _restart_with_waiting_threads() -> None:
-    """Start this command over with OpenMP threads that sleep when idle, unless the user chose otherwise.
+def _restart_in_fast_environment() -> None:
+    """Start this command over with settings that libraries read at their start, unless the user chose otherwise."""
+    from offload_engine.host.environment import missing_settings
 
-    By default they spin at every barrier, on the cores that the engine's lanes and pool need: with more threads than
-    cores, a step was measured to take ten times as long. OpenMP reads the setting when torch is loaded, so too early
-    for anything but the environment.
-    """
-    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
-    if os.name == "posix" and not chosen:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+    missing = missing_settings(os.environ)
+    if os.name == "posix" and missing:
+        os.environ.update(missing)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -86,7 +86,7 @@ class DeviceBuffer:
         """
         if not self.allocated:
             self._device._charge(self.nbytes, self.name)
-            self._device._resize(self.storage, self.nbytes, self.name)
+            self._take()
             self.allocated = True
             self._device._buffer_state_changed(self)
 
@@ -94,9 +94,15 @@ class DeviceBuffer:
         """Give the bytes back. Compute that was queued before may still read them; a later copy waits for it."""
         if self.allocated:
             self.allocated = False
-            self.storage.resize_(0)
+            self._give_back()
             self._device._discharge(self.nbytes)
             self._device._buffer_state_changed(self)
+
+    def _take(self) -> None:
+        self._device._resize(self.storage, self.nbytes, self.name)
+
+    def _give_back(self) -> None:
+        self.storage.resize_(0)
 
     def view(
         self, dtype: torch.dtype, offset_numel: int, shape: Sequence[int], stride: Sequence[int]

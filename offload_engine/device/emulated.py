@@ -17,6 +17,7 @@ from offload_engine.device.ledger import MemoryLedger
 from offload_engine.device.torch_modes import insert_mode, remove_mode
 from offload_engine.errors import DeviceMemoryError
 from offload_engine.kernels import Backend, Event
+from offload_engine.kernels.pages import map_pages, release_pages
 
 __all__ = ["EmulatedDevice"]
 
@@ -31,6 +32,27 @@ class _HostMark:
 
     def time_ns(self) -> int:
         return self._ns
+
+
+class _MappedBuffer(DeviceBuffer):
+    """A buffer at addresses of its own, whose physical pages come and go.
+
+    Through the C allocator, buffers that are freed and taken again all the time leave its heap full of holes: the
+    process was measured to hold a fifth more memory than the device had in use.
+    """
+
+    def __init__(self, device: EmulatedDevice, name: str, nbytes: int) -> None:
+        super().__init__(device, name, nbytes)
+        if nbytes > 0:
+            self._memory = map_pages(nbytes)[1]
+            self.storage = self._memory.untyped_storage()
+
+    def _take(self) -> None:
+        """Do nothing: pages come where they are written."""
+
+    def _give_back(self) -> None:
+        if self.nbytes > 0:
+            release_pages(self._memory)
 
 
 class EmulatedDevice(Device):
@@ -113,7 +135,7 @@ class EmulatedDevice(Device):
         return message
 
     def new_buffer(self, name: str, nbytes: int) -> DeviceBuffer:
-        buffer = super().new_buffer(name, nbytes)
+        buffer = _MappedBuffer(self, name, nbytes)
         if self._ledger is not None:
             self._ledger.engine_storages.add(id(buffer.storage))
         return buffer

@@ -7,8 +7,6 @@ moving them by pages (`kernels.Lane.move`) takes whole page-table entries.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ import torch
 from offload_engine.config import format_bytes
 from offload_engine.errors import HostMemoryError, StateError
 from offload_engine.host.budgets import HostBudget
+from offload_engine.kernels.pages import map_pages
 
 PinCallback = Callable[[int, int], None]
 """Takes (address, nbytes); raises if the driver refuses."""
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass
@@ -126,20 +123,13 @@ class SlabAllocator:
             empty = torch.empty(0, dtype=torch.uint8)
             weakref.finalize(empty, self._budget.release, name).atexit = False
             return empty
-        large = nbytes >= HUGE_PAGE_BYTES
         try:
-            mapping = mmap.mmap(
-                -1, nbytes + large * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+            mapping, tensor = map_pages(nbytes, huge_pages=self._huge_pages)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the kernel refused to map {format_bytes(nbytes)} for slab '{name}': {error} "
                 f"({self._budget.limits.words()}). Free memory, or raise the process's address-space limit (ulimit -v)."
             ) from error
-        offset = _advise(mapping, nbytes, self._huge_pages) if large else 0
-        # The storage holds the mapping, and the mapping's death unmaps it: never call mapping.close(), which would
-        # pull the memory from under living views.
-        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=offset)
         weakref.finalize(mapping, self._budget.release, name).atexit = False
         return tensor
 
@@ -154,26 +144,6 @@ class SlabAllocator:
                 f"pinned already: {error} ({self._budget.limits.words()}). Raise the locked-memory limit "
                 "(ulimit -l, or --ulimit memlock=-1 for a container), or use a smaller model."
             ) from error
-
-
-def _advise(mapping: mmap.mmap, nbytes: int, huge_pages: bool) -> int:
-    """Return where a large slab starts in its mapping; ask for huge pages there, and for none in what is left over.
-
-    Without the latter a huge page over the slab's end would make bytes resident that nobody has reserved.
-    """
-    offset = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE_BYTES
-    end = offset + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        advice = [(mmap.MADV_NOHUGEPAGE, 0, offset), (mmap.MADV_NOHUGEPAGE, end, len(mapping) - end)]
-        if huge_pages:
-            advice.append((mmap.MADV_HUGEPAGE, offset, nbytes))
-        for option, start, length in advice:
-            if length > 0:
-                with contextlib.suppress(
-                    OSError
-                ):  # a kernel without huge pages works the same with small ones
-                    mapping.madvise(option, start, length)
-    return offset
 
 
 def _unpin_all(slabs: dict[str, _Slab], unpin: PinCallback | None) -> None:

@@ -147,7 +147,7 @@ class Stepper:
             if self.scaler is not None and not math.isfinite(norm):
                 updates.early.drop_all()
                 self.history.note(True, self._times(updates))
-                self.scaler.overflow(self._gradients.first_not_finite(entries))
+                self.scaler.overflow(self._gradients.square_sums.first_not_finite(entries))
                 return False
             if self.max_grad_norm is not None:
                 factor = clip_factor(norm, self.max_grad_norm)

@@ -19,10 +19,12 @@ from offload_engine.buckets.layout import ALIGN_NUMEL
 from offload_engine.device import Device
 from offload_engine.errors import UnsupportedError
 from offload_engine.host import SlabAllocator
-from offload_engine.kernels import NORM_BLOCK, Event, Lane
+from offload_engine.kernels import Event, Lane
 from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
+from offload_engine.streaming.gradient_memory import GradientMemory
 from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.streaming.square_sums import SquareSums
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_GRADIENT, D2H
 
 __all__ = ["GradientStore", "runs_of"]
@@ -59,7 +61,7 @@ def runs_of(entries: Iterable[ParameterEntry]) -> list[tuple[int, int]]:
 
 
 class GradientStore:
-    """Owns: gradients that wait for the rest of their bucket, two staging slabs for sums, the norm's partial sums."""
+    """Owns: gradients that wait for the rest of their bucket, two staging slabs for sums."""
 
     def __init__(
         self,
@@ -100,12 +102,12 @@ class GradientStore:
         self._staging_free: list[Event | None] = [None, None]
         self._turn = 0
         self._micro_batch = 0
-        self.backwards = 0
-        """How many backwards have changed a gradient."""
+        self.backwards = 0  # that have changed a gradient
         self._last_micro_batches = 1
         self.sum_squares_early = False
         """Sum squares as gradients land, under backward; otherwise only when somebody asks for the norm."""
-        self._place_partials()
+        self.memory = GradientMemory(buckets, self._leave_to_user)
+        self.square_sums = SquareSums(registry.entries, buckets)
 
     # From autograd.
 
@@ -212,7 +214,9 @@ class GradientStore:
             previous, entry.previous_grad = entry.previous_grad, None
             if not entry.landed:
                 if previous is None:
-                    entry.on_device_sum = entry.in_accumulator = False  # what an earlier step left is not added to
+                    entry.on_device_sum = entry.in_accumulator = (
+                        False  # what an earlier step left is not added to
+                    )
                 else:
                     self._take_previous(entry, previous)
                 entry.landed = True
@@ -357,6 +361,7 @@ class GradientStore:
             on_done=release,
         )
         bucket.gradient_ready = [transfer.event]
+        self.memory.fill(bucket)
         self._events.append(transfer.event)
         self._landing[bucket.index] = transfer.event
         return transfer.event
@@ -537,44 +542,16 @@ class GradientStore:
         assert array is not None
         return array
 
-    # The norm. Partial sums over blocks of NORM_BLOCK elements of each parameter, in float64.
-
-    def _place_partials(self) -> None:
-        self._partial_offset: dict[int, int] = {}
-        total = 0
-        for bucket in self._buckets:
-            for entry in bucket.entries:
-                self._partial_offset[entry.index] = total
-                total += self._partial_count(entry)
-        self._partials = torch.zeros(total, dtype=torch.float64)
-
-    @staticmethod
-    def _partial_count(entry: ParameterEntry) -> int:
-        return -(-entry.span_numel // NORM_BLOCK)
+    # The norm.
 
     def _start_square_sums(self, bucket: Bucket, entries: Sequence[ParameterEntry]) -> None:
-        for in_accumulator in (False, True):
-            chosen = [e for e in entries if e.in_accumulator is in_accumulator and e.span_numel]
-            chosen.sort(key=lambda entry: self._partial_offset[entry.index])
-            start = 0
-            while start < len(chosen):
-                end = start + 1
-                while end < len(chosen) and self._partial_offset[chosen[end].index] == self._partial_end(
-                    chosen[end - 1]
-                ):
-                    end += 1
-                part = chosen[start:end]
-                out = self._partials[self._partial_offset[part[0].index] : self._partial_end(part[-1])]
-                spans = [(entry.offset_numel, entry.span_numel) for entry in part]
-                event = self._lane.square_sums(self.source(part[0]), spans, out, self._landed_before(bucket))
-                nbytes = sum(numel for _, numel in spans) * self.source(part[0]).element_size()
-                self._follow(event, f"norm {bucket.name}", bucket, nbytes)
-                start = end
+        for run, out in self.square_sums.runs(entries):
+            spans = [(entry.offset_numel, entry.span_numel) for entry in run]
+            event = self._lane.square_sums(self.source(run[0]), spans, out, self._landed_before(bucket))
+            nbytes = sum(numel for _, numel in spans) * self.source(run[0]).element_size()
+            self._follow(event, f"norm {bucket.name}", bucket, nbytes)
         for entry in entries:
             entry.norm_valid = True
-
-    def _partial_end(self, entry: ParameterEntry) -> int:
-        return self._partial_offset[entry.index] + self._partial_count(entry)
 
     def settle(self) -> list[ParameterEntry]:
         """Return the entries that have a gradient now, each with its host slab equal to what `param.grad` holds."""
@@ -597,14 +574,6 @@ class GradientStore:
             present.append(entry)
         return present
 
-    def first_not_finite(self, entries: Sequence[ParameterEntry]) -> str:
-        """Return the name of the first parameter whose gradient, as summed for the norm, is infinite or NaN."""
-        for entry in entries:
-            part = self._partials[self._partial_offset[entry.index] : self._partial_end(entry)]
-            if not bool(torch.isfinite(part).all()):
-                return entry.name
-        return "?"
-
     def _wait_events(self) -> None:
         """Wait for what was queued outside a backward: sums of squares, sums from the device."""
         events, self._events = self._events, []
@@ -617,8 +586,7 @@ class GradientStore:
     def square_sum(self, entries: Sequence[ParameterEntry]) -> float:
         """Return the sum of squares of all elements of the gradients of `entries`, in float64.
 
-        The block sums are added in one fixed tree over all parameters in order, absent ones as zero, so the result
-        does not depend on buckets, threads or timing.
+        The result does not depend on buckets, threads or timing.
         """
         self.sum_squares_early = True  # who asks once asks every step
         stale: dict[int, list[ParameterEntry]] = {}
@@ -629,21 +597,4 @@ class GradientStore:
             for index, group in stale.items():
                 self._start_square_sums(self._buckets[index], group)
             self._wait_events()
-        present = {entry.index for entry in entries}
-        parts: list[torch.Tensor] = []
-        for entry in self._registry.entries:
-            if entry.grad_view is None:
-                continue
-            offset = self._partial_offset[entry.index]
-            part = self._partials[offset : self._partial_end(entry)]
-            parts.append(part if entry.index in present else torch.zeros_like(part))
-        return _tree_sum(torch.cat(parts)) if parts else 0.0
-
-
-def _tree_sum(values: torch.Tensor) -> float:
-    """Add float64 values pairwise in a balanced tree whose shape depends on their number alone."""
-    while values.numel() > 1:
-        if values.numel() % 2:
-            values = torch.cat([values, values.new_zeros(1)])
-        values = values[0::2] + values[1::2]
-    return float(values) if values.numel() else 0.0
+        return self.square_sums.total(entries)

@@ -113,8 +113,9 @@ class Streamer:
         self._buffer_keys = {id(bucket.buffer.storage) for bucket in buckets}
         # First, and so inside the others: who enters the model can tell what an interrupt has left behind.
         for name, module in offloadable.items():
-            leave = partial(activations.leave, module)
-            self._hook(module, partial(activations.enter, name, module), lambda _, leave=leave: leave())
+            self._hook(
+                module, partial(activations.enter, name, module), partial(self._leave_offloaded, module)
+            )
         self._hook_modules(model)
         self._hook_parameters()
 
@@ -133,6 +134,9 @@ class Streamer:
         self._handles.append(
             module.register_forward_hook(_Hook(lambda _, __, output: leave(output)), always_call=True)
         )
+
+    def _leave_offloaded(self, module: nn.Module, _: Any) -> None:
+        self._activations.leave(module)
 
     def _hook_parameters(self) -> None:
         for entry in self._registry.entries:
@@ -189,6 +193,8 @@ class Streamer:
         self._pass_kind = FORWARD if torch.is_grad_enabled() else EVAL
         self._order.begin(self._pass_kind)
         self._activations.begin_forward()
+        if self._pass_kind == FORWARD:
+            self._gradients.memory.begin_forward()
 
     def _end_pass(self) -> None:
         kind = self._pass_kind
@@ -359,6 +365,7 @@ class Streamer:
             entry.uses += 1
         for bucket in buckets:
             if self._order.note(bucket.index):
+                self._gradients.memory.release_unused()
                 self._residency.prefetch(self._order.upcoming())
                 self._log.busy(bucket.name, bucket.index)
 

@@ -130,7 +130,7 @@ class Job:
         if not math.isfinite(step_loss):
             raise self._non_finite("loss", step_loss, lr)
         grad_norm = trainer.grad_norm
-        if not math.isfinite(grad_norm):
+        if not math.isfinite(grad_norm) and self.config.engine.precision != "fp16":  # there, the step is skipped
             raise self._non_finite("gradient norm", grad_norm, lr)
         trainer.step()
         trainer.optimizer.zero_grad()
@@ -146,7 +146,7 @@ class Job:
                 "step": state.step,
                 "loss": step_loss,
                 "lr": lr,
-                "grad_norm": grad_norm,
+                "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 "tokens_per_s": round(tokens_per_s, 1),
                 "device_bytes": trainer.device_bytes,
             }

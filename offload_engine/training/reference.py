@@ -1,7 +1,8 @@
 """Plain PyTorch behind the engine's verbs: the reference of every comparison, for `engine.enabled` = false.
 
-In bf16 it does by hand what the engine does on the host: bf16 working parameters in the model, each micro-batch's
-gradient added in fp32, the optimizer on fp32 masters, the result rounded back to bf16 once per step.
+In bf16 and fp16 it does by hand what the engine does on the host: narrow working parameters in the model, each
+micro-batch's gradient added in fp32, the optimizer on fp32 masters, the result rounded back once per step. In fp16
+torch's `GradScaler` scales the loss and skips steps that overflow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from offload_engine.checkpoint.format import (
     write_json,
     write_tensors,
 )
+from offload_engine.config import LossScaleConfig
 from offload_engine.errors import CheckpointError
 from offload_engine.host.process import peak_rss_bytes
 from offload_engine.timeline import Timeline
@@ -36,7 +39,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class PlainTrainer:
     """Trains `model` with `optimizer` as a plain loop would; has the verbs of `Trainer`.
 
-    Owns: in bf16, the fp32 masters, which take the parameters' places in the optimizer's groups.
+    Owns: in bf16 and fp16, the fp32 masters, which take the parameters' places in the optimizer's groups.
+
+    Args:
+        loss_scale: of fp16.
     """
 
     def __init__(
@@ -44,7 +50,8 @@ class PlainTrainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        loss_scale: LossScaleConfig | None = None,
         max_grad_norm: float | None = None,
         device: torch.device | None = None,
         timeline: bool = True,
@@ -59,13 +66,25 @@ class PlainTrainer:
         # Name, what the model computes with, what the optimizer updates: the same tensor in fp32.
         self._working = dict(self.model.named_parameters())
         self._masters: dict[str, nn.Parameter] = self._working
-        if precision == "bf16":
+        self._scaler: torch.amp.GradScaler | None = None
+        if precision == "fp16":
+            scale = loss_scale or LossScaleConfig()
+            self._scaler = torch.amp.GradScaler(
+                self.device.type,
+                init_scale=scale.init,
+                growth_factor=scale.growth_factor,
+                backoff_factor=scale.backoff_factor,
+                growth_interval=scale.growth_interval,
+            )
+            self._scaler.scale(torch.zeros((), device=self.device))  # makes its state
+        if precision != "fp32":
+            narrow = torch.bfloat16 if precision == "bf16" else torch.float16
             self._masters = {
                 name: nn.Parameter(p.detach().clone().float()) for name, p in self._working.items()
             }
             self._replace_in_groups()
             for parameter in self._working.values():
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(narrow)
         self._step_start_ns = time.perf_counter_ns()
 
     @property
@@ -96,7 +115,8 @@ class PlainTrainer:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward; the gradients of this micro-batch are added to the masters' in fp32."""
-        self._timed("BACKWARD", lambda: torch.autograd.backward(loss))
+        scaled = loss if self._scaler is None else self._scaler.scale(loss.float())
+        self._timed("BACKWARD", lambda: torch.autograd.backward(scaled))
         self._norm = None
         if self._masters is self._working:
             return
@@ -127,8 +147,9 @@ class PlainTrainer:
     def grad_norm(self) -> float:
         """Global norm of the present gradients, before clipping. The sum of squares is taken in float64."""
         if self._norm is None:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             squares = (torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in self._grads())
-            self._norm = math.sqrt(sum(squares))
+            self._norm = math.sqrt(sum(squares)) / scale
         return self._norm
 
     @torch.no_grad()
@@ -137,12 +158,22 @@ class PlainTrainer:
 
         Numerics: the factor min(1, max_grad_norm / (norm + 1e-6)) is rounded to fp32 once.
         """
+        norm = self.grad_norm if self.max_grad_norm is not None else 0.0
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
-            factor = self.max_grad_norm / (self.grad_norm + 1e-6)
+            factor = self.max_grad_norm / (norm + 1e-6)
             if factor < 1:
                 for grad in self._grads():
                     grad.mul_(factor)
-        self._timed("UPDATE", self.optimizer.step)
+        if self._scaler is None:
+            self._timed("UPDATE", self.optimizer.step)
+        else:
+            scale = self._scaler.get_scale()
+            self._timed("UPDATE", partial(self._scaler.step, self.optimizer))
+            self._scaler.update()
+            if self._scaler.get_scale() < scale:
+                return  # it overflowed and was skipped
         if self._masters is not self._working:
             for name, working in self._working.items():
                 working.copy_(self._masters[name])
@@ -176,6 +207,7 @@ class PlainTrainer:
             "groups": [
                 {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
             ],
+            "loss_scale": None if self._scaler is None else self._scaler.state_dict(),
             "extra": extra or {},
         }
         with atomic_directory(path) as folder:
@@ -217,6 +249,8 @@ class PlainTrainer:
                 torch.get_device_module(self.device).set_rng_state(stored.get("rng.accelerator"))
         for group, settings in zip(self.optimizer.param_groups, facts["groups"], strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        if self._scaler is not None and facts.get("loss_scale"):
+            self._scaler.load_state_dict(facts["loss_scale"])
         self.steps = facts["steps"]
         extra: dict[str, Any] = facts["extra"]
         return extra

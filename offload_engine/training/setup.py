@@ -33,6 +33,7 @@ def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
             model,
             optimizer,
             precision=job.engine.precision,
+            loss_scale=job.engine.loss_scale,
             max_grad_norm=job.train.clip or None,
             device=_plain_device(job.engine),
             timeline=job.engine.timeline,
