@@ -212,7 +212,7 @@ class OffloadEngine:
         self._device_updates = DeviceUpdates(device, log)
         self._residency.free_gradients = self._gradients.free_one
         self._residency.free_activations = self._activations.free_one
-        self._residency.free_states = self._device_updates.release_one
+        self._residency.free_states = self._device_updates.give_up_one
         device.set_pressure_handler(self._residency.relieve)
         self._stepper = Stepper(
             config,
@@ -366,8 +366,7 @@ class OffloadEngine:
             self._gradients.end_step()
             self._activations.end_step()
             self._residency.end_step()
-            if self.plan.update_timing == "serial":
-                self._updates.wait()
+            self._updates.end_step()
             self._lanes.reap()
             self._residency.record_memory()
             end_ns = self.timeline.clock()

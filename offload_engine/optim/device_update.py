@@ -96,6 +96,10 @@ class DeviceUpdates:
         """Bucket updates done on the device since the start."""
         self.refused = 0
         """Bucket updates that had no room there and were left to the CPU."""
+        self.found_there = 0
+        """Bucket updates whose states had stayed on the device since the one before."""
+        self.sent_home = 0
+        """Times that a bucket's resident states were sent to the host for want of room."""
 
     def run(self, jobs: Sequence[UpdateJob], grad_scale: float) -> list[UpdateJob]:
         """Update buckets one after the other, the next one's states arriving and the last one's leaving meanwhile.
@@ -151,6 +155,7 @@ class DeviceUpdates:
                 for kind, array in bucket.state_arrays.items()
                 if kind != "working copy" or bucket.is_own_master
             }
+        found_there = place.stamp is not None
         while True:
             try:
                 for kind, array in {**bucket.state_arrays, **grads}.items():
@@ -160,6 +165,7 @@ class DeviceUpdates:
                 if not must or not self._wait_leaving():
                     place.free(*(() if place.stamp is None else grads))
                     return None
+        self.found_there += found_there
         pending = [] if bucket.pending_update is None else [bucket.pending_update]
         transfers = []
         for kind, array in fresh.items():
@@ -300,6 +306,12 @@ class DeviceUpdates:
                 self.release(place.bucket)
                 return True
         return False
+
+    def give_up_one(self) -> bool:
+        """Release one bucket's resident states, for want of room. False: there are none."""
+        released = self.release_one()
+        self.sent_home += released
+        return released
 
     def forget(self) -> None:
         """Free all states here without bringing them home: the host arrays have been given other values."""

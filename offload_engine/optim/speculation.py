@@ -9,7 +9,7 @@ import dataclasses
 
 from offload_engine.plan import ClipMode
 
-__all__ = ["ClipHistory", "StepTimes", "worth_speculating"]
+__all__ = ["ClipHistory", "StepTimes", "break_even", "worth_speculating"]
 
 _MEMORY = 0.1
 """Weight of the newest step in the moving average of clipped steps."""
@@ -54,20 +54,37 @@ def worth_speculating(clipped_share: float, times: StepTimes | None) -> bool:
     return clipped_share * (times.saved_s + times.redo_s) < times.saved_s
 
 
+def break_even(times: StepTimes | None) -> float:
+    """Return the share of clipped steps from which on speculation does not pay: saved / (saved + redo)."""
+    if times is None or times.update_s <= 0:
+        return 0.5
+    return times.saved_s / (times.saved_s + times.redo_s)
+
+
 class ClipHistory:
     """The moving share of steps whose gradients were clipped or not finite, and the choice for the next step."""
 
     def __init__(self, mode: ClipMode) -> None:
         self.mode = mode
         self.clipped_share = 0.0
-        self._seen = 0
+        self.steps = 0
+        """Steps noted since the start."""
+        self.clipped = 0
+        """Of those, steps that were clipped or not finite."""
+        self.speculated = 0
+        """Of those, steps whose updates started ahead of the norm."""
+        self.times: StepTimes | None = None
+        """What the last step measured."""
         self.speculates = mode != "norm_first"
         """Whether the next step's updates start ahead of the norm."""
 
     def note(self, clipped: bool, times: StepTimes | None) -> None:
         """Take one step into account and choose for the next."""
-        self._seen += 1
-        weight = max(_MEMORY, 1 / (self._seen + 1))
+        self.steps += 1
+        self.clipped += clipped
+        self.speculated += self.speculates
+        self.times = times
+        weight = max(_MEMORY, 1 / (self.steps + 1))
         self.clipped_share += weight * (float(clipped) - self.clipped_share)
         if self.mode == "auto":
             self.speculates = worth_speculating(self.clipped_share, times)

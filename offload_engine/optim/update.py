@@ -61,6 +61,13 @@ class UpdatePipeline:
         self._on_device: frozenset[int] = frozenset()
         self._spared: frozenset[int] = frozenset()
         self._recent: list[Event] = []
+        self._started: set[int] = set()
+        """Buckets whose update on the CPU the step in progress has started or taken over."""
+        self._serial = False
+        self.started = 0
+        """Bucket updates started on the CPU by `step()` since the start."""
+        self.went_on = 0
+        """Of those, updates that were still going on when `step()` returned."""
         self._ranks: dict[int, int] = {}
         """Bucket -> its place in the next forward: of the updates that could start, the lane takes the first needed."""
         self.guard = ReadGuard(buckets, self.wait_bucket, touched)
@@ -70,6 +77,7 @@ class UpdatePipeline:
         """Take over where and when a plan wants updates. Between steps only."""
         optimized = [bucket.index for bucket in self._buckets if bucket.layout.optimized]
         resident = plan.resident_states & frozenset(optimized)
+        self._serial = plan.update_timing == "serial"
         self._on_device = plan.updated_on_device(optimized) | resident
         for index in self._device_updates.resident - resident:
             self._device_updates.release(self._buckets[index])
@@ -151,6 +159,15 @@ class UpdatePipeline:
             entry.seen_version = entry.param._version
         self.guard.install()
 
+    def end_step(self) -> None:
+        """Wait for the updates if the plan is serial; else leave them to the next forward, and count them."""
+        if self._serial:
+            self.wait()
+        pending = [bucket.pending_update for bucket in self._buckets if bucket.index in self._started]
+        self.started += len(pending)
+        self.went_on += sum(event is not None and not event.done() for event in pending)
+        self._started.clear()
+
     def _start_on_cpu(
         self, bucket: Bucket, entries: Sequence[ParameterEntry], parts: Sequence[Part], grad_scale: float
     ) -> None:
@@ -165,6 +182,7 @@ class UpdatePipeline:
         else:
             bucket.bring_back()
             self._update_in_place(bucket, parts, grad_scale)
+        self._started.add(bucket.index)
         self._changed(bucket)
 
     def _update_in_place(self, bucket: Bucket, parts: Sequence[Part], grad_scale: float) -> None:
@@ -199,6 +217,11 @@ class UpdatePipeline:
         bucket.version += 1
         if bucket.index not in self._residency.plan.resident:
             self._residency.evict(bucket)
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Return the buckets that may be updated ahead of `step()`: they have spare arrays."""
+        return self._spared
 
     @property
     def bucket_count(self) -> int:

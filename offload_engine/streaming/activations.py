@@ -234,7 +234,8 @@ class ActivationStore:
         budget = device.budget_bytes
         self._leaving_limit = None if device.counts_everything or budget is None else budget // 8
         self._leaving_bytes = 0
-        self._idle_because = "none of those modules ran in a forward with gradients"
+        self.idle_because = "none of those modules ran in a forward with gradients"
+        """Why nothing was offloaded, where that is so."""
         self._said = False
         self._running: list[tuple[nn.Module, _Layer | None]] = []
         self._copies: weakref.WeakValueDictionary[tuple[int, int], _Copy] = weakref.WeakValueDictionary()
@@ -261,11 +262,11 @@ class ActivationStore:
         if not torch.is_grad_enabled() or _graph_task_id() != -1:
             pass
         elif not self._may_push():
-            self._idle_because = (
+            self.idle_because = (
                 "other saved-tensor hooks are active around them, as those of activation checkpointing are"
             )
         else:
-            self._idle_because = (
+            self.idle_because = (
                 f"all they save is parameters, buffers or tensors below {self.min_bytes} bytes"
             )
             layer = _Layer(name)
@@ -515,7 +516,7 @@ class ActivationStore:
         self._pool.end_step()
         if self.names and not self.offloads and not self._said:
             self._said = True
-            _log.warning(f"activations = 'offload', but nothing was offloaded: {self._idle_because}")
+            _log.warning(f"activations = 'offload', but nothing was offloaded: {self.idle_because}")
 
     def _forget_dead(self) -> None:
         living = [copy for ref in self._order if (copy := ref()) is not None]

@@ -26,6 +26,12 @@ class DeviceSums:
         self._sums: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, int] = {}
         """Bucket -> how many copies of its sums to the host have not been seen done."""
+        self.added = 0
+        """Times that a bucket's gradients were added to its sums here, or began them."""
+        self.refused = 0
+        """Times that they had no room here and went to the host."""
+        self.spilled = 0
+        """Times that a bucket's sums went to the host before the step's last micro-batch."""
 
     def add(self, bucket: Bucket, items: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> bool:
         """Add gradients (flat, in working dtype) to their sums, or begin them. False if the device has no room."""
@@ -37,7 +43,9 @@ class DeviceSums:
         try:
             buffer.allocate()
         except DeviceMemoryError:
+            self.refused += 1
             return False
+        self.added += 1
         if bucket.index not in self._sums:
             self._sums[bucket.index] = buffer.view(torch.float32, 0, (bucket.numel,), (1,))
         total = self._sums[bucket.index]

@@ -88,7 +88,9 @@ class GradientStore:
         self._landing: dict[int, Event] = {}
         self._summing: dict[int, Event] = {}
         """bf16: bucket -> the sum that still reads the gradient slab, where its next gradient would land."""
-        self._device_sums = DeviceSums(device)
+        self.device_sums = DeviceSums(device)
+        self.jobs = self.hidden_jobs = 0
+        """Copies to the host and work there since the start; and those done when backward's computing was."""
         self.sums_on_device = False
         """Add micro-batches up on the device, as far as it has room (StepPlan.accumulation)."""
         self.expected_micro_batches: int | None = None
@@ -143,10 +145,7 @@ class GradientStore:
                 f"backward was called with create_graph=True: the gradient of '{entry.name}' has a graph, which would "
                 f"be cut when it goes to the host. Use torch.autograd.grad(..., create_graph=True) for that term."
             )
-        item = (
-            entry,
-            self._in_layout(entry, grad),
-        )  # may run short of memory and land what waits: look it up after
+        item = (entry, self._in_layout(entry, grad))  # may run short and land what waits: look that up after
         bucket = self._buckets[entry.bucket_index]
         now = self._micro_batch
         waiting = self._waiting.get(bucket.index)
@@ -262,7 +261,7 @@ class GradientStore:
         for entry, _ in items:
             if not entry.on_device_sum:
                 self._leave_to_user(entry)
-        if not self._device_sums.add(bucket, items):
+        if not self.device_sums.add(bucket, items):
             self.spill(bucket)  # what memory had taken away meanwhile; sums that are there always take more
             for item in items:
                 (added if item[0].in_accumulator else fresh).append(item)
@@ -276,7 +275,7 @@ class GradientStore:
         assert bucket.grad is not None
         wide = bucket.layout.dtype is torch.float32
         total = bucket.grad if wide else self._accumulator(bucket)
-        pairs = [(bucket.span(entry, total), self._device_sums.sum_of(bucket, entry)) for entry in entries]
+        pairs = [(bucket.span(entry, total), self.device_sums.sum_of(bucket, entry)) for entry in entries]
         for entry in entries:
             entry.on_device_sum = False
             entry.in_accumulator = not wide
@@ -290,12 +289,13 @@ class GradientStore:
         bucket.elsewhere.pop("gradient", None)
         entries = [entry for entry in bucket.entries if entry.on_device_sum]
         if entries:
+            self.device_sums.spilled += 1
             self._start_spill(bucket, entries)
             self._round(bucket, entries)
             for event in bucket.gradient_ready:
                 event.wait()
             self._log.reap()
-        self._device_sums.free(bucket)
+        self.device_sums.free(bucket)
 
     def _take_previous(self, entry: ParameterEntry, previous: torch.Tensor) -> None:
         """Make the host slab hold what `param.grad` held before this backward."""
@@ -345,12 +345,12 @@ class GradientStore:
     ) -> Event:
         transfer = self._device.start_d2h(pairs, bucket.name, after)
         if free_sums:
-            self._device_sums.start_leaving(bucket)
+            self.device_sums.start_leaving(bucket)
 
         def release() -> None:
             transfer.release()
             if free_sums:
-                self._device_sums.left(bucket)
+                self.device_sums.left(bucket)
 
         self._log.job(
             transfer.event,
@@ -441,13 +441,11 @@ class GradientStore:
     def free_one(self) -> bool:
         """Wait until one gradient has left the device and free it; False when none is on its way or waiting."""
         if self._log.oldest(D2H) is None and self._waiting:
-            index = max(
-                self._waiting, key=lambda i: sum(grad.nbytes for _, grad in self._waiting[i].values())
-            )
+            index = max(self._waiting, key=lambda i: sum(g.nbytes for _, g in self._waiting[i].values()))
             self._land(self._buckets[index])
         oldest = self._log.oldest(D2H)
         if oldest is None:
-            held = self._device_sums.held()
+            held = self.device_sums.held()
             if not held:
                 return False
             self.spill(self._buckets[held[0]])
@@ -466,6 +464,7 @@ class GradientStore:
         """
         for index in list(self._waiting):
             self._land(self._buckets[index])
+        self.hidden_jobs += sum(event.done() for event in self._events)
         self._give_back()
         self._round_accumulators()
         if self._landed and self.is_last_micro_batch:
@@ -475,6 +474,7 @@ class GradientStore:
                 ):
                     self._announce(bucket)
         events, self._events = self._events, []
+        self.jobs += len(events)
         self._landing.clear()
         self._summing.clear()
         self._complete.clear()
@@ -556,7 +556,7 @@ class GradientStore:
     def settle(self) -> list[ParameterEntry]:
         """Return the entries that have a gradient now, each with its host slab equal to what `param.grad` holds."""
         self.take_touched()
-        for index in self._device_sums.held():
+        for index in self.device_sums.held():
             self.spill(self._buckets[index])
         self._wait_events()
         present = []

@@ -46,6 +46,10 @@ class ResidencyManager:
         self._other_peak_now = 0
         self._recorded_peak = 0
         self.fetches = 0
+        self.prefetches = 0
+        """Of the fetches, those started before anybody asked for the bucket."""
+        self.prefetches_without_room = 0
+        """Times that looking ahead ended because the device had no room."""
         self.evictions = 0
         for bucket in buckets:
             device.watch_buffer(bucket.buffer, functools.partial(self.require, bucket))
@@ -145,12 +149,15 @@ class ResidencyManager:
             if self._is_old(bucket):
                 if bucket.uses == 0:
                     self._renew(bucket)
+                    self.prefetches += 1
             elif bucket.residency is Residency.HOST:
                 if not self._find_room(bucket.nbytes, keep=self._expected | self.used_again):
+                    self.prefetches_without_room += 1
                     return
                 self._clock += 1
                 bucket.last_use = self._clock
                 self._start_fetch(bucket)
+                self.prefetches += 1
 
     # Room.
 
