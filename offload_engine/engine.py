@@ -21,13 +21,12 @@ from offload_engine.buckets import (
     default_bucket_bytes,
     discover,
     plan_layout,
-    state_bytes,
 )
 from offload_engine.buckets.owners import give_up, refuse_wrapped, take_over
 from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import save_state
 from offload_engine.checkpoint.values import whole_values
-from offload_engine.config import EngineConfig, format_bytes, sized
+from offload_engine.config import EngineConfig, sized
 from offload_engine.device import Device, open_device
 from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
@@ -43,7 +42,7 @@ from offload_engine.optim import (
     scale_gradients,
 )
 from offload_engine.plan import StepPlan
-from offload_engine.policy import check_plan, plan_of, spared_buckets
+from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, setup_lines, spared_buckets
 from offload_engine.streaming import (
     ActivationStore,
     ExternalChanges,
@@ -150,20 +149,25 @@ class OffloadEngine:
         for bucket in self._buckets:
             bucket.adopt(self.device)
         self._wire(model, optimizer, config, offloaded, plan)
-        self.model_state_bytes = sum(state_bytes(layout) for layout in layouts)
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self._step_start_ns = self.timeline.clock()
-        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self._words = [
-            f"device: {self.device.kind}, budget {format_bytes(budget) if budget else 'unlimited'}; "
-            f"{config.precision}, {len(self._buckets)} buckets of at most {format_bytes(largest)}, "
-            f"model states {format_bytes(self.model_state_bytes)} on the host",
-            backend.describe(),
-            threads.sentence(),
-            *self._what_is_off(),
-        ]
-        self._isa = backend.isa if backend.name == "native" else backend.name
+        self._facts = partial(
+            facts_of,
+            config,
+            backend,
+            self.device,
+            self._buckets,
+            self._slabs,
+            self._residency,
+            self._gradients,
+            self._activations,
+            self._updates,
+            self._stepper,
+            self.timeline,
+        )
+        self.model_state_bytes = self._facts().state_bytes
+        self._words = setup_lines(self._facts(), backend.describe(), threads.sentence())
         self._updates.guard.install()
         take_over(registry, self)
         self._closed = False
@@ -236,17 +240,6 @@ class OffloadEngine:
         self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
             optimizer, registry, buckets, self._step, self._updates.wait_bucket
         )
-
-    def _what_is_off(self) -> Iterator[str]:
-        """Say once what is not active, and why."""
-        if self.plan.update_timing == "serial":
-            yield "update overlap: off (update_timing = 'serial')"
-        if self.device.pin is None:
-            yield f"pinned memory: off (the {self.device.kind} device does not need or offer it)"
-        if not self.config.timeline:
-            yield "timeline: off (timeline = false)"
-        if self.device.kind == "emulated" and not self.config.memory_ledger:
-            yield "memory ledger: off (memory_ledger = false): activations are not counted against the budget"
 
     # The plan.
 
@@ -535,23 +528,19 @@ class OffloadEngine:
         return self._updates.early.committed, self._updates.early.dropped
 
     def summary(self) -> dict[str, Any]:
-        """Return the facts of the run so far, as JSON values: bytes, shares and waits by lane and cause, memory."""
+        """Return the facts of the run so far, as JSON values: bytes, shares and waits by lane and cause, memory.
+
+        "overlaps" has for every kind of overlap and placement whether it was active, the reason, and whether it was
+        missed: off, or not always on, though it was asked for or would have saved time.
+        """
         self.synchronize()
-        facts = self.timeline.summary(device_budget_bytes=self.device_budget_bytes).as_dict()
-        return {
-            **facts,
-            "device_kind": self.device.kind,
-            "device_budget_bytes": self.device_budget_bytes,
+        timeline = self.timeline.summary(device_budget_bytes=self.device_budget_bytes).as_dict()
+        memory = {
             "device_peak_bytes": self.device_peak_bytes,
-            "model_state_bytes": self.model_state_bytes,
             "host_slab_bytes": self._slabs.allocated_bytes,
             "host_peak_bytes": peak_rss_bytes(),
-            "kernel_isa": self._isa,
-            "precision": self.config.precision,
-            "buckets": len(self._buckets),
-            "fetches": self._residency.fetches,
-            "evictions": self._residency.evictions,
         }
+        return {**timeline, **run_summary(self._facts()), **memory}
 
     def train(self, mode: bool = True) -> OffloadEngine:
         """Set the module's training mode."""

@@ -52,7 +52,7 @@ class UpdatePipeline:
         self._buckets = buckets
         self._gradients = gradients
         self._residency = residency
-        self._device_updates = device_updates
+        self.device_updates = device_updates
         self._lane = lane
         self._log = log
         self._step = 0
@@ -64,6 +64,8 @@ class UpdatePipeline:
         self._started: set[int] = set()
         """Buckets whose update on the CPU the step in progress has started or taken over."""
         self._serial = False
+        self.steps = 0
+        """Calls of `step()` since the start."""
         self.started = 0
         """Bucket updates started on the CPU by `step()` since the start."""
         self.went_on = 0
@@ -79,9 +81,9 @@ class UpdatePipeline:
         resident = plan.resident_states & frozenset(optimized)
         self._serial = plan.update_timing == "serial"
         self._on_device = plan.updated_on_device(optimized) | resident
-        for index in self._device_updates.resident - resident:
-            self._device_updates.release(self._buckets[index])
-        self._device_updates.resident = resident
+        for index in self.device_updates.resident - resident:
+            self.device_updates.release(self._buckets[index])
+        self.device_updates.resident = resident
         self._spared = frozenset(
             bucket.index for bucket in self._buckets if bucket.spare and bucket.index not in self._on_device
         )
@@ -144,7 +146,7 @@ class UpdatePipeline:
         for entry in entries:
             entry.step += 1
         if device_jobs:
-            left = self._device_updates.run(device_jobs, grad_scale)
+            left = self.device_updates.run(device_jobs, grad_scale)
             refused = {job.bucket.index for job in left}
             for job in device_jobs:
                 if job.bucket.index not in refused:
@@ -161,6 +163,7 @@ class UpdatePipeline:
 
     def end_step(self) -> None:
         """Wait for the updates if the plan is serial; else leave them to the next forward, and count them."""
+        self.steps += 1
         if self._serial:
             self.wait()
         pending = [bucket.pending_update for bucket in self._buckets if bucket.index in self._started]
@@ -279,7 +282,7 @@ class UpdatePipeline:
     def forget(self) -> None:
         """Let go of all that was made or failed before, after `end`: other values have taken its place."""
         self.early.drop_all()
-        self._device_updates.forget()
+        self.device_updates.forget()
         for bucket in self._buckets:
             bucket.pending_update = bucket.gradient_reader = None
             bucket.gradient_ready = []
