@@ -188,6 +188,11 @@ def _ahead(facts: RunFacts) -> Overlap:
         )
     if not facts.spared:
         return _off("all updates run on the device")
+    if in_vain and facts.clipped_steps:
+        return _off(
+            f"all {in_vain} made under backward were in vain: {facts.clipped_steps} of {facts.norm_steps} steps were "
+            f"clipped or overflowed"
+        )
     if in_vain:
         return _missed(
             f"all {in_vain} made under backward were in vain: step() had other gradients, settings or clip factors; "

@@ -267,6 +267,8 @@ class PlainTrainer:
             "bytes_by_lane": {},
             "busy_share_by_lane": {},
             "exposed_wait_s_by_cause": {},
+            "loss_scale": None,
+            "overlaps": {},
         }
 
     def describe(self) -> list[str]:

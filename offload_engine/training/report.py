@@ -11,7 +11,7 @@ __all__ = ["report_lines"]
 
 
 def report_lines(summary: dict[str, Any], timeline: TimelineSummary) -> list[str]:
-    """Return the lines that `offload-engine train` ends with.
+    """Return the lines that `offload-engine train` ends with. Of overlaps, only what was missed.
 
     Args:
         summary: the content of summary.json.
@@ -31,8 +31,17 @@ def report_lines(summary: dict[str, Any], timeline: TimelineSummary) -> list[str
             line += f" ({before:.4f} -> {after:.4f} nats per byte)"
         lines.append(line)
     lines.append(_memory_line(summary))
+    if summary["precision"] == "fp16" and summary["loss_scale"] is not None:
+        lines.append(
+            f"loss scale {summary['loss_scale']:g}; {summary['skipped_steps']} steps skipped by overflow"
+        )
     if timeline.events:
         lines.append(timeline.words())
+    lines += [
+        f"{kind.replace('_', ' ')}: {'in part' if overlap['active'] else 'off'} ({overlap['reason']})"
+        for kind, overlap in summary["overlaps"].items()
+        if overlap["missed"]
+    ]
     return lines
 
 
