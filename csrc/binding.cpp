@@ -354,6 +354,7 @@ PYBIND11_MODULE(_native, m) {
           py::arg("message"))
       .def_property_readonly("start_ns", [](const Event& event) { return event.start_ns.load(); })
       .def_property_readonly("end_ns", [](const Event& event) { return event.end_ns.load(); })
+      .def_property_readonly("paced_ns", [](const Event& event) { return event.paced_ns.load(); })
       .def_property(
           "nbytes", [](const Event& event) { return event.nbytes.load(); },
           [](Event& event, int64_t nbytes) { event.nbytes.store(nbytes); });

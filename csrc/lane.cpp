@@ -80,11 +80,14 @@ size_t Throttle::chunk_bytes() const {
 }
 
 void Throttle::pay(size_t nbytes) {
-  paid_until_ns_ = std::max(paid_until_ns_, now_ns() - kCreditNs) + int64_t(double(nbytes) / gbps_);
-  for (int64_t left; (left = paid_until_ns_ - now_ns()) > 0;) {
+  const int64_t began_ns = now_ns();
+  paid_until_ns_ = std::max(paid_until_ns_, began_ns - kCreditNs) + int64_t(double(nbytes) / gbps_);
+  int64_t now = began_ns;
+  for (; now < paid_until_ns_; now = now_ns()) {
     if (abandoned_.load()) throw std::runtime_error("the lane was shut down during the copy");
-    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(left, kSliceNs)));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(paid_until_ns_ - now, kSliceNs)));
   }
+  slept_ns_ += now - began_ns;
 }
 
 struct LaneState {
@@ -242,8 +245,10 @@ void LaneState::wait_for(const std::shared_ptr<Event>& event) {
 void LaneState::run_or_throw(Job& job, Throttle& throttle) {
   for (const auto& event : job.after) wait_for(event);
   if (abandoned.load()) throw std::runtime_error("the lane was shut down before the job started");
+  throttle.take_slept_ns();  // a job that failed may have left some
   job.event->start(now_ns());
   job.run(throttle);
+  job.event->paced_ns.store(throttle.take_slept_ns());
 }
 
 void LaneState::run(Job& job, Throttle& throttle) {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "pool.h"
 
@@ -58,6 +59,7 @@ class Event {
   std::weak_ptr<LaneState> lane;  // whose job ends it; set before anybody else sees the event
   std::atomic<int64_t> start_ns{0}, end_ns{0};
   std::atomic<int64_t> nbytes{0};
+  std::atomic<int64_t> paced_ns{0};  // of the job's time, what it slept to hold its link's rate; set before it ends
 
  private:
   bool end(State state, const std::string& why, int64_t t_start_ns, int64_t t_end_ns);
@@ -77,12 +79,14 @@ class Throttle {
   bool active() const { return gbps_ > 0; }
   size_t chunk_bytes() const;
   void pay(size_t nbytes);  // throws when the lane is abandoned
+  int64_t take_slept_ns() { return std::exchange(slept_ns_, 0); }  // since the last call
 
  private:
   static constexpr int64_t kCreditNs = 200'000;
   const double gbps_;
   const std::atomic<bool>& abandoned_;
   int64_t paid_until_ns_ = 0;
+  int64_t slept_ns_ = 0;
 };
 
 struct Job {

@@ -97,6 +97,11 @@ class HostileEvent:
         """When the job ended; 0 before."""
         return self.event.end_ns
 
+    @property
+    def paced_ns(self) -> int:
+        """How long it slept to hold its link's rate."""
+        return self.event.paced_ns
+
     def done(self) -> bool:
         """Return whether the job is over."""
         if self._graph.has_joined(self.job):

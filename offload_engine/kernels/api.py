@@ -53,6 +53,10 @@ class Event(Protocol):
     def end_ns(self) -> int:
         """0 until the job is done or failed."""
 
+    @property
+    def paced_ns(self) -> int:
+        """Of the time between, what a copy slept to hold its lane's `gbps`; 0 until it is done."""
+
     def done(self) -> bool:
         """Return whether the job is done or failed."""
 

@@ -31,6 +31,7 @@ class Event:
         self.nbytes = 0
         self.start_ns = 0
         self.end_ns = 0
+        self.paced_ns = 0
         self._manual = is_manual
         self._changed = threading.Condition()
         self._ended = False
@@ -165,6 +166,7 @@ class LaneThread:
             raise KernelError(f"lane {name!r}: pool is a {type(pool).__name__}. Pass a pool of this backend.")
         self._gbps, self._pool, self._pid = gbps, pool, os.getpid()
         self._paid_until_ns = 0
+        self._slept_ns = 0  # of the present job
         self._abandoned = self._closed = False
         self._closing = threading.Lock()  # no job may be queued behind the last one
         self._waits_for: Event | None = None  # what the current job waits for
@@ -225,8 +227,10 @@ class LaneThread:
             failure = None
             try:
                 self._wait_for(after)
+                self._slept_ns = 0
                 event.start_ns = time.monotonic_ns()
                 run()
+                event.paced_ns = self._slept_ns
             except Exception as error:
                 failure = f"{what} on lane '{self.name}': {error}"
             del run, after  # frees the job's tensors before anybody hears of its end
@@ -265,13 +269,14 @@ class LaneThread:
 
     def _pay(self, nbytes: int) -> None:
         """Sleep until the bytes fit the rate (a token bucket with a little credit for late wake-ups)."""
-        self._paid_until_ns = max(self._paid_until_ns, time.monotonic_ns() - _CREDIT_NS) + int(
-            nbytes / self._gbps
-        )
-        while (left_ns := self._paid_until_ns - time.monotonic_ns()) > 0:
+        now_ns = began_ns = time.monotonic_ns()
+        self._paid_until_ns = max(self._paid_until_ns, began_ns - _CREDIT_NS) + int(nbytes / self._gbps)
+        while now_ns < self._paid_until_ns:
             if self._abandoned:
                 raise KernelError("the lane was shut down during the copy")
-            time.sleep(min(left_ns / 1e9, _SLICE_S))
+            time.sleep(min((self._paid_until_ns - now_ns) / 1e9, _SLICE_S))
+            now_ns = time.monotonic_ns()
+        self._slept_ns += now_ns - began_ns
 
 
 def _stuck(event: Event | None) -> bool:

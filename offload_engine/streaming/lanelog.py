@@ -112,6 +112,7 @@ class LaneLog:
                     job.event.end_ns,
                     nbytes=job.nbytes,
                     bucket=job.bucket,
+                    paced_ns=job.event.paced_ns,
                 )
                 if job.on_done is not None:
                     job.on_done()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_engine.errors import ConfigError
-from offload_engine.timeline.events import INSTANT, KINDS, MEMORY, NO_FACTS, ROWS, SPAN, WAIT, Event
+from offload_engine.timeline.events import INSTANT, KINDS, MEMORY, NO_FACTS, PACED, ROWS, SPAN, WAIT, Event
 
 _FORMAT = "offload-engine timeline"
 _VERSION = 1
@@ -156,6 +156,8 @@ def _args(event: Event) -> dict[str, Any]:
         args["bytes"] = event.nbytes
         if event.duration_ns:
             args["gb_per_s"] = round(event.nbytes / event.duration_ns, 3)
+    if PACED in event.facts:
+        args[PACED] = event.facts[PACED]
     return args
 
 
@@ -241,6 +243,8 @@ def _events(records: list[dict[str, Any]], origin_ns: int) -> Iterator[Event]:
             name = lane = name.removesuffix(" memory")
         elif kind == INSTANT:
             facts, args = args, {}
+        elif PACED in args:
+            facts = {PACED: args[PACED]}
         yield Event(
             kind, lane, name, start_ns, end_ns, args.get("bytes", 0), args.get("cause", ""), args.get("bucket", -1),
             facts, rank,

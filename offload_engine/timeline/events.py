@@ -53,6 +53,7 @@ ROW_STEPS = "steps"
 ROWS = (ROW_STEPS, ROW_PHASES, COMPUTE, ROW_WAITS, H2D, D2H, CPU_GRADIENT, CPU_UPDATE, COLLECTIVE)
 
 NO_FACTS: Mapping[str, object] = MappingProxyType({})
+PACED = "paced_ns"  # fact of a span: of its time, what an emulated link slept to hold its rate
 
 
 @dataclass(frozen=True, slots=True)

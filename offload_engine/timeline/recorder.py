@@ -22,6 +22,7 @@ from offload_engine.timeline.events import (
     INSTANT,
     MEMORY,
     NO_FACTS,
+    PACED,
     PHASE,
     SPAN,
     STEP,
@@ -72,10 +73,16 @@ class Timeline:
         nbytes: int = 0,
         cause: str = "",
         bucket: int = -1,
+        paced_ns: int = 0,
     ) -> None:
-        """Record that a lane did something; `nbytes` is what it moved or read and wrote."""
+        """Record that a lane did something; `nbytes` is what it moved or read and wrote.
+
+        Args:
+            paced_ns: of the time, what an emulated link slept to hold its rate: not counted as busy.
+        """
         if self.enabled:
-            self._record((SPAN, lane, name, start_ns, end_ns, nbytes, cause, bucket, NO_FACTS))
+            facts = {PACED: paced_ns} if paced_ns else NO_FACTS
+            self._record((SPAN, lane, name, start_ns, end_ns, nbytes, cause, bucket, facts))
 
     def wait(self, cause: str, name: str, start_ns: int, end_ns: int, bucket: int = -1) -> None:
         """Record that compute stood still for `cause`; `name` says for what in particular."""
@@ -164,4 +171,4 @@ class Timeline:
             while queue:
                 record = queue.popleft()
                 ring.append(record)
-                add(*record[:7])
+                add(*record[:7], record[8])

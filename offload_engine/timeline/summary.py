@@ -18,12 +18,17 @@ from offload_engine.timeline.events import (
     FORWARD,
     LANES,
     MEMORY,
+    NO_FACTS,
+    PACED,
     PHASE,
     SPAN,
     STEP,
     WAIT,
     Event,
 )
+
+WARM_UP_STEPS = 2
+"""The first steps, in which memory is touched first and the order of use is learned."""
 
 _KEPT_INTERVALS = 2048
 
@@ -92,27 +97,32 @@ class _Busy:
     def __init__(self) -> None:
         self.union = IntervalUnion()
         self._before_first_ns = 0
+        self._before_warm_ns = 0
         self._before_last_ns = 0
 
     def mark_first(self, start_ns: int) -> None:
         self._before_first_ns = self.union.length_before(start_ns)
+
+    def mark_warm(self, end_ns: int) -> None:
+        if self.union.reaches(end_ns):
+            self._before_warm_ns = self.union.length_before(end_ns)
 
     def mark_last(self, end_ns: int) -> None:
         # Taken at every step: a long evaluation after the last one may fold the intervals around its end away.
         if self.union.reaches(end_ns):
             self._before_last_ns = self.union.length_before(end_ns)
 
-    def in_steps_ns(self, end_ns: int) -> int:
+    def in_steps_ns(self, end_ns: int, *, warm: bool = False) -> int:
         self.mark_last(end_ns)
-        return max(0, self._before_last_ns - self._before_first_ns)
+        return max(0, self._before_last_ns - (self._before_warm_ns if warm else self._before_first_ns))
 
 
 class Totals:
     """Sums over all events so far, those that a ring buffer has dropped included.
 
     Attributes are read-only for callers: `events`, `steps`, `bytes_by_lane`, `events_by_lane`, `wait_ns_by_cause`,
-    `waits_by_cause`, `peak_bytes_by_kind`, `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`,
-    `clock_errors` (events that ended before they began; counted as empty).
+    `waits_by_cause`, `paced_ns_by_lane`, `peak_bytes_by_kind`, `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`,
+    `warm_ns` (the end of the warm-up), `clock_errors` (events that ended before they began; counted as empty).
     """
 
     def __init__(self) -> None:
@@ -121,12 +131,14 @@ class Totals:
         self.clock_errors = 0
         self.bytes_by_lane: dict[str, int] = {}
         self.events_by_lane: dict[str, int] = {}
+        self.paced_ns_by_lane: dict[str, int] = {}
         self.wait_ns_by_cause: dict[str, int] = {}
         self.waits_by_cause: dict[str, int] = {}
         self.peak_bytes_by_kind: dict[str, int] = {}
         self.last_bytes_by_kind: dict[str, int] = {}
         self.first_step_ns: int | None = None
         self.last_step_ns: int | None = None
+        self.warm_ns: int | None = None
         self._lanes: dict[str, _Busy] = {}
         # Compute is not busy while it waits: |A or W| - |W|, with A its spans, or the phases where it has no spans.
         self._waits = _Busy()
@@ -134,7 +146,15 @@ class Totals:
         self._phases_or_waits = _Busy()
 
     def add(
-        self, kind: str, lane: str, name: str, start_ns: int, end_ns: int, nbytes: int, cause: str
+        self,
+        kind: str,
+        lane: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        nbytes: int,
+        cause: str,
+        facts: Mapping[str, object] = NO_FACTS,
     ) -> None:
         """Count one event."""
         self.events += 1
@@ -144,6 +164,11 @@ class Totals:
         if kind == SPAN:
             self.bytes_by_lane[lane] = self.bytes_by_lane.get(lane, 0) + nbytes
             self.events_by_lane[lane] = self.events_by_lane.get(lane, 0) + 1
+            paced_ns = facts.get(PACED)
+            if isinstance(paced_ns, int):  # asleep, in many short pauses: the span is busy for as much less
+                paced_ns = min(paced_ns, end_ns - start_ns)
+                self.paced_ns_by_lane[lane] = self.paced_ns_by_lane.get(lane, 0) + paced_ns
+                end_ns -= paced_ns
             if lane == COMPUTE:
                 self._spans_or_waits.union.add(start_ns, end_ns)
             else:
@@ -178,11 +203,27 @@ class Totals:
     @property
     def busy_in_steps_ns_by_lane(self) -> dict[str, int]:
         """Return each lane's busy time between the first step's start and the last step's end."""
+        return self._busy_in_steps_ns(warm=False)
+
+    @property
+    def warm_wall_ns(self) -> int:
+        """Return the time from the end of the warm-up to the last step's end; of all steps, if there are no more."""
+        if self.warm_ns is None or self.last_step_ns is None or self.steps <= WARM_UP_STEPS:
+            return self.wall_ns
+        return self.last_step_ns - self.warm_ns
+
+    @property
+    def warm_busy_ns_by_lane(self) -> dict[str, int]:
+        """Return each lane's busy time in `warm_wall_ns`."""
+        return self._busy_in_steps_ns(warm=self.steps > WARM_UP_STEPS)
+
+    def _busy_in_steps_ns(self, *, warm: bool) -> dict[str, int]:
         end_ns = self.last_step_ns
         if end_ns is None:
             return dict.fromkeys((COMPUTE, *self._lanes), 0)
-        busy = {lane: held.in_steps_ns(end_ns) for lane, held in self._lanes.items()}
-        busy[COMPUTE] = max(0, self._compute().in_steps_ns(end_ns) - self._waits.in_steps_ns(end_ns))
+        busy = {lane: held.in_steps_ns(end_ns, warm=warm) for lane, held in self._lanes.items()}
+        compute = self._compute().in_steps_ns(end_ns, warm=warm) - self._waits.in_steps_ns(end_ns, warm=warm)
+        busy[COMPUTE] = max(0, compute)
         return busy
 
     def _busy(self, lane: str) -> _Busy:
@@ -201,23 +242,31 @@ class Totals:
             for busy in every:
                 busy.mark_first(start_ns)
         self.last_step_ns = max(end_ns, self.last_step_ns or end_ns)
+        if self.steps == WARM_UP_STEPS:
+            self.warm_ns = self.last_step_ns
+        if self.warm_ns is not None and self.steps <= WARM_UP_STEPS + 2:
+            for busy in every:  # again: what was going on at that moment is recorded when it has ended
+                busy.mark_warm(self.warm_ns)
         for busy in every:
             busy.mark_last(self.last_step_ns)
 
 
 @dataclass(frozen=True)
 class TimelineSummary:
-    """What a run did, lane by lane. Rates are 1e9 bytes/s while the lane was busy; shares are of `wall_s`.
+    """What a run did, lane by lane. Rates are 1e9 bytes/s while the lane was busy or paced; shares are of `wall_s`.
 
-    `wall_s` runs from the first step's start to the last step's end; bytes and waits are of the whole recording.
-    `lane_efficiency` is max over lanes of busy time / `wall_s`, the first steps included: no order of the same work
-    is faster than its busiest lane, so 1 is the bound. `busiest_lane` is that lane, "" before the first step.
+    `wall_s` runs from the first step's start to the last step's end; bytes, waits and paced time are of the whole
+    recording. Busy time leaves out waits, and what an emulated link sleeps to hold its rate (`paced_s_by_lane`).
+    `lane_efficiency` is max over lanes of busy time / time, over all steps but the first two, in which memory is
+    touched first and the order of use is learned (over those, if there are no more): no order of the same work is
+    faster than its busiest lane, so 1 is the bound. `busiest_lane` is that lane, "" before the first step.
     """
 
     steps: int
     wall_s: float
     bytes_by_lane: Mapping[str, int]
     gb_per_s_by_lane: Mapping[str, float]
+    paced_s_by_lane: Mapping[str, float]
     busy_share_by_lane: Mapping[str, float]
     lane_efficiency: float
     busiest_lane: str
@@ -265,6 +314,8 @@ class TimelineSummary:
         lines: list[str] = []
         for lane, share in self.busy_share_by_lane.items():
             words = f"Lane {lane} was busy {share:.1%} of the time"
+            if paced_s := self.paced_s_by_lane.get(lane, 0.0):
+                words += f", held back for {paced_s:.2f} s to the rate that is set for it,"
             moved = self.bytes_by_lane.get(lane, 0)
             if moved:
                 words += f" and moved {_format_bytes(moved)} at {self.gb_per_s_by_lane[lane]:.2f} GB/s"
@@ -303,16 +354,20 @@ def summary_of(
     moved = {lane: count for lane, count in totals.bytes_by_lane.items() if count}
     lanes = sorted(in_steps_ns, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
     shares = {lane: in_steps_ns[lane] / wall_ns if wall_ns else 0.0 for lane in lanes}
-    busiest = max(shares, key=shares.__getitem__) if wall_ns else ""
+    warm_ns = totals.warm_busy_ns_by_lane
+    busiest = max(lanes, key=warm_ns.__getitem__) if wall_ns else ""
+    # Bytes pass while a lane works and while it is held to its rate.
+    passing_ns = {lane: ns + totals.paced_ns_by_lane.get(lane, 0) for lane, ns in busy_ns.items()}
     return TimelineSummary(
         steps=totals.steps,
         wall_s=wall_ns / 1e9,
         bytes_by_lane=dict(totals.bytes_by_lane),
         gb_per_s_by_lane={
-            lane: count / busy_ns[lane] if busy_ns.get(lane) else 0.0 for lane, count in moved.items()
+            lane: count / passing_ns[lane] if passing_ns.get(lane) else 0.0 for lane, count in moved.items()
         },
+        paced_s_by_lane={lane: ns / 1e9 for lane, ns in totals.paced_ns_by_lane.items()},
         busy_share_by_lane=shares,
-        lane_efficiency=shares[busiest] if busiest else 0.0,
+        lane_efficiency=warm_ns[busiest] / totals.warm_wall_ns if busiest else 0.0,
         busiest_lane=busiest,
         exposed_wait_s_by_cause={cause: ns / 1e9 for cause, ns in totals.wait_ns_by_cause.items()},
         device_peak_bytes=totals.peak_bytes_by_kind.get("device", 0),
@@ -329,7 +384,14 @@ def summarise(events: Iterable[Event], *, device_budget_bytes: int | None = None
     totals = Totals()
     for event in events:
         totals.add(
-            event.kind, event.lane, event.name, event.start_ns, event.end_ns, event.nbytes, event.cause
+            event.kind,
+            event.lane,
+            event.name,
+            event.start_ns,
+            event.end_ns,
+            event.nbytes,
+            event.cause,
+            event.facts,
         )
     return summary_of(totals, device_budget_bytes=device_budget_bytes)
 

@@ -173,6 +173,9 @@ def test_throttle_holds_its_rate(backend, pooled):
     span_s = (events[-1].end_ns - events[0].start_ns) / 1e9
     assert 0.099 <= span_s <= 0.4, span_s
     assert all((event.end_ns - event.start_ns) / 1e9 >= 0.018 for event in events)
+    # It slept for nearly all of that: two megabytes are copied in a fraction of it.
+    paced_s = sum(event.paced_ns for event in events) / 1e9
+    assert 0.08 <= paced_s < sum(event.end_ns - event.start_ns for event in events) / 1e9
     assert target.eq(1).all()
     lane.close()
 
@@ -186,6 +189,7 @@ def test_throttle_is_per_lane_and_for_copies_only(backend):
     event = slow.accumulate(torch.zeros_like(x), x)
     event.wait()
     assert event.end_ns - event.start_ns < 400e6
+    assert throttled.paced_ns > 0 and event.paced_ns == 0
     for lane in (slow, fast):
         lane.close()
 

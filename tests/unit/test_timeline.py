@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from offload_engine.errors import ConfigError
-from offload_engine.timeline import LANES, Event, Timeline, overlaps, summarise
+from offload_engine.timeline import LANES, Event, Timeline, load, overlaps, summarise
 from offload_engine.timeline.summary import IntervalUnion
 
 MS = 1_000_000
@@ -73,14 +74,15 @@ def test_totals_survive_the_overflow_of_the_ring() -> None:
 def test_recording_from_many_threads_loses_nothing() -> None:
     timeline = make(capacity=1000)
     per_thread = 5000
-    start = threading.Barrier(5)
+    lanes = LANES[1:]
+    start = threading.Barrier(len(lanes) + 1)
 
     def record(lane: str) -> None:
         start.wait()
         for i in range(per_thread):
             timeline.span(lane, "x", 10 * i, 10 * i + 5, nbytes=1)
 
-    threads = [threading.Thread(target=record, args=(lane,)) for lane in LANES[1:]]
+    threads = [threading.Thread(target=record, args=(lane,)) for lane in lanes]
     for thread in threads:
         thread.start()
     start.wait()
@@ -90,9 +92,9 @@ def test_recording_from_many_threads_loses_nothing() -> None:
     for thread in threads:
         thread.join()
     totals = timeline.totals
-    assert totals.events == per_thread * 4
-    assert totals.bytes_by_lane == dict.fromkeys(LANES[1:], per_thread)
-    for lane in LANES[1:]:
+    assert totals.events == per_thread * len(lanes)
+    assert totals.bytes_by_lane == dict.fromkeys(lanes, per_thread)
+    for lane in lanes:
         assert totals.busy_ns_by_lane[lane] == per_thread * 5
 
 
@@ -110,6 +112,42 @@ def test_busy_share_is_the_union_inside_the_steps() -> None:
     assert summary.busy_share_by_lane["h2d"] == pytest.approx((20 + 20 + 10) / 200)
     assert summary.bytes_by_lane["h2d"] == 100
     assert summary.gb_per_s_by_lane["h2d"] == pytest.approx(100 / (120 + 20 + 110))
+
+
+def test_paced_time_is_not_busy(tmp_path: Path) -> None:
+    timeline = make()
+    timeline.span("h2d", "held to its rate", 0, 100, nbytes=200, paced_ns=80)
+    timeline.span("h2d", "unhindered", 100, 140, nbytes=80)
+    timeline.span("d2h", "nothing but pacing", 0, 100, nbytes=10, paced_ns=130)
+    timeline.span("cpu_update", "x", 0, 50)
+    timeline.step(0, 0, 200)
+    timeline.save(tmp_path / "run.json")
+    for summary in (timeline.summary(), summarise(load(tmp_path / "run.json"))):
+        assert summary.busy_share_by_lane == pytest.approx(
+            {"compute": 0, "h2d": 60 / 200, "d2h": 0, "cpu_update": 50 / 200}
+        )
+        assert (summary.busiest_lane, summary.lane_efficiency) == ("h2d", pytest.approx(60 / 200))
+        assert summary.paced_s_by_lane == pytest.approx({"h2d": 80e-9, "d2h": 100e-9})
+        assert summary.gb_per_s_by_lane == pytest.approx({"h2d": 280 / 140, "d2h": 10 / 100})
+    assert "Lane h2d was busy 30.0% of the time, held back for 0.00 s" in timeline.summary().words()
+
+
+@pytest.mark.parametrize(("steps", "efficiency"), [(1, 1.0), (2, 0.75), (3, 0.25), (5, 0.25)])
+def test_lane_efficiency_leaves_the_warm_up_out(steps: int, efficiency: float) -> None:
+    """The first step is all update; the second one's reaches into the third and is recorded after its end."""
+    timeline = make()
+    timeline.span("cpu_update", "first", 0, 100)
+    for step in range(steps):
+        start = 100 * step
+        if step == 2:
+            timeline.span("cpu_update", "across the end of the warm-up", 150, 205)
+            timeline.span("cpu_update", "the rest", 205, 225)
+        if step > 2:
+            timeline.span("cpu_update", "x", start, start + 25)
+        timeline.step(step, start, start + 100)
+    if steps == 2:
+        timeline.span("cpu_update", "late", 150, 205)
+    assert timeline.summary().lane_efficiency == pytest.approx(efficiency)
 
 
 def test_busy_share_keeps_its_end_when_much_follows_the_last_step() -> None:
