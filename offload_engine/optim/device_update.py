@@ -22,7 +22,7 @@ from offload_engine.kernels import Event
 from offload_engine.optim.device_rule import SCRATCH_BYTES_PER_ELEMENT, SCRATCH_NUMEL, adam_in_torch
 from offload_engine.optim.segments import Part
 from offload_engine.streaming import LaneLog
-from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, D2H, H2D
+from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_READ, CAUSE_UPDATE, D2H, H2D
 
 __all__ = ["DeviceUpdates", "device_update_bytes"]
 
@@ -142,7 +142,12 @@ class DeviceUpdates:
         bucket = job.bucket
         place = self._places.setdefault(bucket.index, _OnDevice(self._device, bucket))
         if place.leaving is not None:
-            place.leaving.wait()
+            if not place.leaving.done():
+                with self._log.waiting(
+                    CAUSE_UPDATE, f"states of {bucket.name} from the step before", bucket.index
+                ):
+                    place.leaving.wait()
+            place.leaving.wait()  # raises if it failed
             self._log.reap()  # its memory is given back here
             place.leaving = None
         grads = {_kind_of(part): part.grad for part in job.parts}
@@ -283,7 +288,8 @@ class DeviceUpdates:
             [(bucket.state_arrays[kind], place.arrays[kind])], f"{kind} of {bucket.name}"
         )
         self._follow(transfer, D2H, f"{kind} of {bucket.name}", bucket)
-        transfer.wait()
+        with self._log.waiting(CAUSE_READ, f"{kind} of {bucket.name}", bucket.index):
+            transfer.wait()
         self._log.reap()
 
     def release(self, bucket: Bucket) -> None:

@@ -22,7 +22,7 @@ from offload_engine.optim.guard import ReadGuard
 from offload_engine.optim.segments import Part, parts_of
 from offload_engine.plan import StepPlan
 from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, Touched
-from offload_engine.timeline import CAUSE_READ, CPU_UPDATE
+from offload_engine.timeline import CAUSE_READ, CAUSE_UPDATE, CPU_UPDATE
 
 __all__ = ["Settings", "UpdatePipeline"]
 
@@ -165,7 +165,8 @@ class UpdatePipeline:
         """Wait for the updates if the plan is serial; else leave them to the next forward, and count them."""
         self.steps += 1
         if self._serial:
-            self.wait()
+            with self._log.waiting(CAUSE_UPDATE, "all updates of the step"):
+                self.wait()
         pending = [bucket.pending_update for bucket in self._buckets if bucket.index in self._started]
         self.started += len(pending)
         self.went_on += sum(event is not None and not event.done() for event in pending)

@@ -51,6 +51,7 @@ class LaneLog:
         self._jobs: dict[str, deque[_Job]] = {}
         self._stretches: deque[_Stretch] = deque()
         self._open: tuple[str, int, Mark] | None = None
+        self._waits = False
 
     def job(
         self,
@@ -85,16 +86,21 @@ class LaneLog:
 
     @contextmanager
     def waiting(self, cause: str, name: str, bucket: int = -1) -> Iterator[None]:
-        """Record that compute waits for `cause` while the block runs; what it worked on before goes on after."""
-        if not self.timeline.enabled:
+        """Record that compute waits for `cause` while the block runs; what it worked on before goes on after.
+
+        Inside another such block it records nothing: the outer cause is why compute stands still.
+        """
+        if not self.timeline.enabled or self._waits:
             yield
             return
+        self._waits = True
         start = self._device.mark()
         resumed = self._open
         self._end_stretch(start)
         try:
             yield
         finally:
+            self._waits = False
             end = self._device.mark()
             self._stretches.append(_Stretch(name, cause, bucket, start, end))
             if resumed is not None:

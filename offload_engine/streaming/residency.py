@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from offload_engine.buckets import Bucket, Residency
-from offload_engine.device import Device
+from offload_engine.device import Device, Transfer
 from offload_engine.errors import KernelError
 from offload_engine.plan import StepPlan
 from offload_engine.streaming.lanelog import LaneLog
@@ -214,15 +214,16 @@ class ResidencyManager:
     def relieve(self, missing_bytes: int) -> None:
         """Free at least `missing_bytes` if that can be done: idle buckets, gradients on their way, prefetched ones."""
         self._log.reap()
-        wanted = self._device.used_bytes() - missing_bytes
-        while self._device.used_bytes() > wanted:
+        with self._log.waiting(CAUSE_MEMORY, "what leaves the device"):
+            self._free_down_to(self._device.used_bytes() - missing_bytes)
+
+    def _free_down_to(self, wanted_bytes: int) -> None:
+        while self._device.used_bytes() > wanted_bytes:
             victim = self._oldest_idle(self._expected)
             if victim is not None:
                 self.evict(victim)
                 continue
-            with self._log.waiting(CAUSE_MEMORY, "gradients on their way to the host"):
-                freed = self.free_gradients()
-            if freed or self.free_activations():
+            if self.free_gradients() or self.free_activations():
                 continue
             ahead = [b for b in self._buckets if b.residency is not Residency.HOST and b.uses == 0]
             if ahead:
@@ -247,11 +248,17 @@ class ResidencyManager:
 
     def _end_fetch(self, bucket: Bucket) -> None:
         """Wait for a fetch that nobody wants any more, and whose failure is therefore nobody's."""
-        if bucket.transfer is not None:
-            with suppress(KernelError):
-                self._device.wait_compute(bucket.transfer)
-                bucket.transfer.wait()
+        transfer = bucket.transfer
+        if transfer is not None:
+            with suppress(KernelError), self._waiting_unless_done(transfer, bucket):
+                self._device.wait_compute(transfer)
+                transfer.wait()
             bucket.transfer = None
+
+    def _waiting_unless_done(self, transfer: Transfer, bucket: Bucket) -> AbstractContextManager[None]:
+        if transfer.done():
+            return nullcontext()
+        return self._log.waiting(CAUSE_FETCH, bucket.name, bucket.index)
 
     def evict_idle(self, *, keep_resident: bool = True) -> None:
         """Evict everything that no unit uses, except what the plan keeps."""
