@@ -229,11 +229,8 @@ def _speculation(facts: RunFacts) -> Overlap:
     if not facts.norm_steps:
         return _off("no step has been done yet")
     words = (
-        f"on in {_share(facts.speculated_steps, facts.norm_steps, 'steps')}, "
-        f"{facts.clipped_steps} of which were clipped or overflowed"
-        if facts.speculated_steps == facts.norm_steps
-        else f"on in {_share(facts.speculated_steps, facts.norm_steps, 'steps')}; "
-        f"{facts.clipped_steps} of all were clipped or overflowed"
+        f"on in {_share(facts.speculated_steps, facts.norm_steps, 'steps')}; {facts.clipped_steps} were clipped or "
+        f"overflowed"
     )
     if facts.plan.clip_mode == "auto" and not facts.speculates:
         words += f"; off now: {_why_not_now(facts)}"
@@ -243,16 +240,15 @@ def _speculation(facts: RunFacts) -> Overlap:
 
 
 def _why_not_now(facts: RunFacts) -> str:
-    limit = break_even(facts.times)
-    if facts.times is not None and limit == 0:
-        return f"there is nothing to save, the updates' {1e3 * facts.times.update_s:.1f} ms fit under the next forward"
-    words = f"clipped share {facts.clipped_share:.2f}, worth it below {limit:.2f}"
-    if facts.times is None:
+    times, limit = facts.times, break_even(facts.times)
+    if limit == 0:
+        assert times is not None
+        hidden = f"the updates' {1e3 * times.update_s:.1f} ms"
+        return f"it would save nothing, {hidden} hide under the next forward just as well"
+    words = f"the share of clipped steps is {facts.clipped_share:.2f}, and it pays below {limit:.2f}"
+    if times is None or times.update_s <= 0:
         return words
-    return (
-        f"{words} (saves {1e3 * facts.times.saved_s:.1f} ms a step, a clipped one costs "
-        f"{1e3 * facts.times.redo_s:.1f} ms)"
-    )
+    return f"{words} (saves {1e3 * times.saved_s:.1f} ms a step; redoing costs {1e3 * times.redo_s:.1f} ms)"
 
 
 def _on_device(facts: RunFacts) -> Overlap:
@@ -347,7 +343,7 @@ def _pinned(facts: RunFacts) -> Overlap:
 def _simd(facts: RunFacts) -> Overlap:
     if facts.kernels != "native":
         return _missed(
-            f"kernels = '{facts.kernels}' runs in place of the compiled ones; kernels = 'native' needs them built"
+            f"kernels = '{facts.kernels}'; the native ones have an instruction set each, and need a compiler"
         )
     if facts.isa != "scalar":
         return Overlap(True, facts.isa)
