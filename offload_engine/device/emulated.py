@@ -17,7 +17,8 @@ from offload_engine.device.ledger import MemoryLedger
 from offload_engine.device.torch_modes import insert_mode, remove_mode
 from offload_engine.errors import DeviceMemoryError
 from offload_engine.kernels import Backend, Event
-from offload_engine.kernels.pages import map_pages, release_pages
+from offload_engine.kernels.numba_pages import move_pages
+from offload_engine.kernels.pages import map_pages
 
 __all__ = ["EmulatedDevice"]
 
@@ -35,24 +36,28 @@ class _HostMark:
 
 
 class _MappedBuffer(DeviceBuffer):
-    """A buffer at addresses of its own, whose physical pages come and go.
+    """A buffer at addresses of its own; its physical pages are those that the last freed buffer of its size has left.
 
-    Through the C allocator, buffers that are freed and taken again all the time leave its heap full of holes: the
-    process was measured to hold a fifth more memory than the device had in use.
+    So what is fetched again and again finds its memory mapped. Through the C allocator each fetch faults its pages in
+    anew, and the heap is left full of holes.
     """
 
     def __init__(self, device: EmulatedDevice, name: str, nbytes: int) -> None:
         super().__init__(device, name, nbytes)
+        self._left = device._left.setdefault(nbytes, [])
         if nbytes > 0:
             self._memory = map_pages(nbytes)[1]
             self.storage = self._memory.untyped_storage()
 
     def _take(self) -> None:
-        """Do nothing: pages come where they are written."""
+        if self in self._left:
+            self._left.remove(self)
+        elif self._left:
+            move_pages(self._memory.data_ptr(), self._left.pop()._memory.data_ptr(), self.nbytes)
 
     def _give_back(self) -> None:
         if self.nbytes > 0:
-            release_pages(self._memory)
+            self._left.append(self)
 
 
 class EmulatedDevice(Device):
@@ -86,6 +91,8 @@ class EmulatedDevice(Device):
         self._used = 0
         self._peak = 0
         self._in_pressure = False
+        self._left: dict[int, list[_MappedBuffer]] = {}
+        """Size -> freed buffers that still have their physical pages."""
         self._pool = backend.WorkerPool(copy_threads) if copy_threads > 1 else None
         self._h2d = backend.Lane("h2d", gbps=h2d_gbps, pool=self._pool)
         self._d2h = backend.Lane("d2h", gbps=d2h_gbps, pool=self._pool)

@@ -1,19 +1,13 @@
-"""Host memory by pages: mapping it, and giving its physical pages back while its addresses stay.
-
-Called by the slab allocator, the emulated device's buffers and the gradient store.
-"""
+"""Host memory mapped by pages: what slabs and the emulated device's buffers lie in."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import mmap
-from collections.abc import Callable
 
 import torch
 
-__all__ = ["HUGE_PAGE_BYTES", "map_pages", "release_pages"]
+__all__ = ["HUGE_PAGE_BYTES", "map_pages"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -57,29 +51,3 @@ def _advise(mapping: mmap.mmap, nbytes: int, huge_pages: bool) -> int:
                 ):  # a kernel without huge pages works the same with small ones
                     mapping.madvise(option, start, length)
     return offset
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return None
-    call = ctypes.CDLL(None, use_errno=True).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    call.restype = ctypes.c_int
-    return call
-
-
-def release_pages(memory: torch.Tensor) -> bool:
-    """Let go of the physical pages under mapped memory; it reads as zeros, and takes pages again where it is written.
-
-    Args:
-        memory: all that one `map_pages` has returned, in any dtype, not pinned; nobody may be copying from or to it.
-
-    Returns:
-        Whether the kernel took them; nothing has changed otherwise.
-    """
-    madvise = _madvise()
-    nbytes = memory.numel() * memory.element_size()
-    if madvise is None or nbytes == 0 or memory.data_ptr() % mmap.PAGESIZE:
-        return False
-    return madvise(memory.data_ptr(), nbytes, mmap.MADV_DONTNEED) == 0

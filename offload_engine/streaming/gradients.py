@@ -22,7 +22,6 @@ from offload_engine.host import SlabAllocator
 from offload_engine.kernels import Event, Lane
 from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
-from offload_engine.streaming.gradient_memory import GradientMemory
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.square_sums import SquareSums
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_GRADIENT, D2H
@@ -108,7 +107,6 @@ class GradientStore:
         self._last_micro_batches = 1
         self.sum_squares_early = False
         """Sum squares as gradients land, under backward; otherwise only when somebody asks for the norm."""
-        self.memory = GradientMemory(buckets, self._leave_to_user)
         self.square_sums = SquareSums(registry.entries, buckets)
 
     # From autograd.
@@ -361,7 +359,6 @@ class GradientStore:
             on_done=release,
         )
         bucket.gradient_ready = [transfer.event]
-        self.memory.fill(bucket)
         self._events.append(transfer.event)
         self._landing[bucket.index] = transfer.event
         return transfer.event

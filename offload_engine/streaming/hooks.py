@@ -193,8 +193,6 @@ class Streamer:
         self._pass_kind = FORWARD if torch.is_grad_enabled() else EVAL
         self._order.begin(self._pass_kind)
         self._activations.begin_forward()
-        if self._pass_kind == FORWARD:
-            self._gradients.memory.begin_forward()
 
     def _end_pass(self) -> None:
         kind = self._pass_kind
@@ -365,7 +363,6 @@ class Streamer:
             entry.uses += 1
         for bucket in buckets:
             if self._order.note(bucket.index):
-                self._gradients.memory.release_unused()
                 self._residency.prefetch(self._order.upcoming())
                 self._log.busy(bucket.name, bucket.index)
 
