@@ -196,7 +196,7 @@ class OffloadEngine:
         self._activations = ActivationStore(
             device, log, self._slabs, model.buffers, (id(bucket.buffer.storage) for bucket in buckets)
         )
-        self._external = ExternalChanges(registry, buckets, self._touched)
+        self._external = ExternalChanges(registry, buckets, self._touched, log)
         self._streamer = Streamer(
             model,
             registry,

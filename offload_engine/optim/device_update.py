@@ -142,12 +142,9 @@ class DeviceUpdates:
         bucket = job.bucket
         place = self._places.setdefault(bucket.index, _OnDevice(self._device, bucket))
         if place.leaving is not None:
-            if not place.leaving.done():
-                with self._log.waiting(
-                    CAUSE_UPDATE, f"states of {bucket.name} from the step before", bucket.index
-                ):
-                    place.leaving.wait()
-            place.leaving.wait()  # raises if it failed
+            name = f"states of {bucket.name} from the step before"
+            with self._log.waiting_for(place.leaving, CAUSE_UPDATE, name, bucket.index):
+                place.leaving.wait()
             self._log.reap()  # its memory is given back here
             place.leaving = None
         grads = {_kind_of(part): part.grad for part in job.parts}

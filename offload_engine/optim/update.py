@@ -248,13 +248,9 @@ class UpdatePipeline:
         Raises:
             KernelError: the update failed; the message has the step.
         """
-        pending = bucket.pending_update
-        if pending is not None:
-            if not pending.done():
-                with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
-                    bucket.wait_update()
+        with self._log.waiting_for(bucket.pending_update, CAUSE_READ, bucket.name, bucket.index):
             bucket.wait_update()
-            bucket.pending_update = None
+        bucket.pending_update = None
         if bucket.elsewhere:
             with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
                 bucket.bring_back(*(() if kind is None else (kind,)))

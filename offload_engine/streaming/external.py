@@ -13,6 +13,8 @@ import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
 from offload_engine.errors import StateError
+from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.timeline import CAUSE_READ
 
 __all__ = ["ExternalChanges", "Touched"]
 
@@ -40,8 +42,9 @@ class Touched:
 class ExternalChanges:
     """Compares every parameter with what the engine last saw of it."""
 
-    def __init__(self, registry: Registry, buckets: Sequence[Bucket], touched: Touched) -> None:
+    def __init__(self, registry: Registry, buckets: Sequence[Bucket], touched: Touched, log: LaneLog) -> None:
         self._registry = registry
+        self._log = log
         self._buckets = buckets
         self._touched = touched
 
@@ -125,7 +128,8 @@ class ExternalChanges:
         parameter does not round the other half.
         """
         bucket = self._buckets[entry.bucket_index]
-        bucket.wait_update()
+        with self._log.waiting_for(bucket.pending_update, CAUSE_READ, bucket.name, bucket.index):
+            bucket.wait_update()
         bucket.bring_back("master", "exp_avg", "exp_avg_sq")
         with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
             if value is not entry.host_view:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from offload_engine.device import Device, Mark
+from offload_engine.device import Device, Mark, Transfer
 from offload_engine.kernels import Event
 from offload_engine.timeline import COMPUTE, Timeline
 
@@ -105,6 +105,12 @@ class LaneLog:
             self._stretches.append(_Stretch(name, cause, bucket, start, end))
             if resumed is not None:
                 self._open = (resumed[0], resumed[1], end)
+
+    def waiting_for(
+        self, job: Event | Transfer | None, cause: str, name: str, bucket: int = -1
+    ) -> AbstractContextManager[None]:
+        """Return `waiting` for a block that waits for `job`, and a block that records nothing if that is over."""
+        return nullcontext() if job is None or job.done() else self.waiting(cause, name, bucket)
 
     def reap(self) -> None:
         """Record what has ended since the last call, and let go of what it held."""

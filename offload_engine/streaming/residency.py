@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 
 from offload_engine.buckets import Bucket, Residency
-from offload_engine.device import Device, Transfer
+from offload_engine.device import Device
 from offload_engine.errors import KernelError
 from offload_engine.plan import StepPlan
 from offload_engine.streaming.lanelog import LaneLog
@@ -105,14 +105,9 @@ class ResidencyManager:
     def _wait_fetch(self, bucket: Bucket) -> None:
         transfer = bucket.transfer
         assert transfer is not None
-        pending = bucket.pending_update
-        if pending is not None:
-            if not pending.done():
-                with self._log.waiting(CAUSE_UPDATE, bucket.name, bucket.index):
-                    bucket.wait_update()
-            else:
-                bucket.wait_update()
-            bucket.pending_update = None
+        with self._log.waiting_for(bucket.pending_update, CAUSE_UPDATE, bucket.name, bucket.index):
+            bucket.wait_update()
+        bucket.pending_update = None
         if self._device.counts_everything and transfer.done():
             transfer.wait()  # raises if it failed
         else:
@@ -250,15 +245,13 @@ class ResidencyManager:
         """Wait for a fetch that nobody wants any more, and whose failure is therefore nobody's."""
         transfer = bucket.transfer
         if transfer is not None:
-            with suppress(KernelError), self._waiting_unless_done(transfer, bucket):
+            with (
+                suppress(KernelError),
+                self._log.waiting_for(transfer, CAUSE_FETCH, bucket.name, bucket.index),
+            ):
                 self._device.wait_compute(transfer)
                 transfer.wait()
             bucket.transfer = None
-
-    def _waiting_unless_done(self, transfer: Transfer, bucket: Bucket) -> AbstractContextManager[None]:
-        if transfer.done():
-            return nullcontext()
-        return self._log.waiting(CAUSE_FETCH, bucket.name, bucket.index)
 
     def evict_idle(self, *, keep_resident: bool = True) -> None:
         """Evict everything that no unit uses, except what the plan keeps."""
