@@ -24,7 +24,7 @@ from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.square_sums import SquareSums
-from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CPU_GRADIENT, D2H
+from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CAUSE_READ, CPU_GRADIENT, D2H
 
 __all__ = ["GradientStore", "runs_of"]
 
@@ -290,8 +290,9 @@ class GradientStore:
             self.device_sums.spilled += 1
             self._start_spill(bucket, entries)
             self._round(bucket, entries)
-            for event in bucket.gradient_ready:
-                event.wait()
+            with self._log.waiting(CAUSE_GRADIENT, f"sums of {bucket.name}", bucket.index):
+                for event in bucket.gradient_ready:
+                    event.wait()
             self._log.reap()
         self.device_sums.free(bucket)
 
@@ -306,7 +307,9 @@ class GradientStore:
     def adopt(self, entry: ParameterEntry, grad: torch.Tensor) -> None:
         """Copy a tensor that the user put into `param.grad` into the host slab."""
         assert entry.grad_view is not None
-        self._buckets[entry.bucket_index].wait_update()
+        bucket = self._buckets[entry.bucket_index]
+        with self._log.waiting_for(bucket.pending_update, CAUSE_READ, bucket.name, bucket.index):
+            bucket.wait_update()
         entry.on_device_sum = False
         self._leave_to_user(entry)
         with torch.no_grad():
