@@ -1,7 +1,7 @@
 """`offload-engine bench overlap`: how much of the update hides under compute, and how close a step comes to its bound.
 
-Two engines over the same model and batch, without and with clipping, follow several plans in turns; medians of steps
-are compared. What is measured is fixed in `configs/bench_overlap.toml`.
+Engines over the same model and batch, with a plan each, without and with clipping, take turns; medians of steps are
+compared. What is measured is fixed in `configs/bench_overlap.toml`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import torch.nn.functional as F
 
 from offload_engine.config import EngineConfig, build, read_toml
 from offload_engine.engine import OffloadEngine
-from offload_engine.plan import StepPlan
+from offload_engine.plan import UpdateTiming
 from offload_engine.training.config import DecoderConfig
 from offload_engine.training.models.decoder import Decoder
 
 __all__ = ["OverlapResult", "Variant", "main", "run"]
 
 DEFAULT_CONFIG = "configs/bench_overlap.toml"
+WARM_UP_STEPS = 4
+"""Of each engine, once: memory is touched first, the order of use and the share of clipped steps are learned."""
 
 
 @dataclass(frozen=True)
@@ -102,53 +104,63 @@ def run(config: str = DEFAULT_CONFIG, **changes: Any) -> OverlapResult:
     tokens = torch.randint(
         0, model_config.vocab, (batch.sequences, batch.tokens + 1), generator=torch.Generator().manual_seed(0)
     )
+    serial, under, ahead = "serial", "under_forward", "during_backward"
+    never, always = "during_backward, clipped never", "during_backward, clipped always"
     with ExitStack() as stack:
+        # An engine each: a changed plan takes memory anew, and its first touch would be measured with it.
+        plans: dict[str, tuple[UpdateTiming, float | None]] = {
+            serial: ("serial", None),
+            under: ("under_forward", None),
+            ahead: ("during_backward", None),
+            never: ("during_backward", measure.rare_norm),
+            always: ("during_backward", measure.always_norm),
+        }
         engines = {
-            name: stack.enter_context(_engine(model_config, engine_config, limit))
-            for name, limit in (
-                ("none", None),
-                ("rare", measure.rare_norm),
-                ("always", measure.always_norm),
-            )
+            name: stack.enter_context(_engine(model_config, engine_config, *plan))
+            for name, plan in plans.items()
         }
-        plain = engines["none"].plan
-        ahead = dataclasses.replace(plain, update_timing="during_backward")
-        runs: dict[str, tuple[OffloadEngine, StepPlan]] = {
-            "serial": (engines["none"], dataclasses.replace(plain, update_timing="serial")),
-            "under_forward": (engines["none"], dataclasses.replace(plain, update_timing="under_forward")),
-            "during_backward": (engines["none"], ahead),
-            "during_backward, clipped never": (engines["rare"], ahead),
-            "during_backward, clipped always": (engines["always"], ahead),
-        }
-        turns: dict[str, _Turns] = {name: _Turns() for name in runs}
+        turns: dict[str, _Turns] = {name: _Turns() for name in engines}
+        for engine in engines.values():
+            for _ in range(WARM_UP_STEPS):
+                _step(engine, tokens)
+            engine.synchronize()
         for _ in range(measure.rounds):
-            for name, (engine, plan) in runs.items():
-                engine.change_plan(plan)
+            for name, engine in engines.items():
                 _turn(engine, tokens, measure.steps, turns[name])
-        variants = [turns[name].variant(name) for name in runs]
+        variants = [turns[name].variant(name) for name in engines]
         by_name = {variant.name: variant for variant in variants}
-        facts = engines["none"].summary()
-        serial, best = by_name["serial"], by_name["during_backward"]
+        facts = engines[serial].summary()
+        best = by_name[ahead]
         return OverlapResult(
             device=facts["device_kind"],
-            params=sum(p.numel() for p in engines["none"].module.parameters()),
+            params=sum(p.numel() for p in engines[serial].module.parameters()),
             buckets=facts["buckets"],
             compute_threads=torch.get_num_threads(),
             update_threads=engine_config.threads.update,
-            compute_over_update=serial.busy_ms["compute"] / serial.busy_ms["cpu_update"],
-            step_over_serial=best.step_ms / serial.step_ms,
+            compute_over_update=by_name[serial].busy_ms["compute"] / by_name[serial].busy_ms["cpu_update"],
+            step_over_serial=best.step_ms / by_name[serial].step_ms,
             lane_efficiency=best.lane_efficiency,
-            clip_over_noclip=by_name["during_backward, clipped never"].step_ms / best.step_ms,
-            always_clip_over_noclip=by_name["during_backward, clipped always"].step_ms / best.step_ms,
+            clip_over_noclip=by_name[never].step_ms / best.step_ms,
+            always_clip_over_noclip=by_name[always].step_ms / best.step_ms,
             variants=variants,
         )
 
 
-def _engine(model: DecoderConfig, config: EngineConfig, max_grad_norm: float | None) -> OffloadEngine:
+def _engine(
+    model: DecoderConfig, config: EngineConfig, timing: UpdateTiming, max_grad_norm: float | None
+) -> OffloadEngine:
     torch.manual_seed(0)
     decoder = Decoder(model)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-5)
-    return OffloadEngine(decoder, optimizer, dataclasses.replace(config, max_grad_norm=max_grad_norm))
+    own = dataclasses.replace(config, update_timing=timing, max_grad_norm=max_grad_norm)
+    return OffloadEngine(decoder, optimizer, own)
+
+
+def _step(engine: OffloadEngine, tokens: torch.Tensor) -> None:
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+    engine.backward(F.cross_entropy(engine(inputs).flatten(0, 1).float(), targets))
+    engine.step()
+    engine.zero_grad()
 
 
 class _Turns:
@@ -177,21 +189,14 @@ class _Turns:
 
 def _turn(engine: OffloadEngine, tokens: torch.Tensor, steps: int, turns: _Turns) -> None:
     """Run one turn: a step that is not counted, then `steps` that are, and the end of the last one's updates."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
-
-    def one_step() -> None:
-        engine.backward(F.cross_entropy(engine(inputs).flatten(0, 1).float(), targets))
-        engine.step()
-        engine.zero_grad()
-
-    one_step()
+    _step(engine, tokens)
     engine.synchronize()
     busy, waits = _totals(engine)
     early = engine.updates_ahead
     start_ns = time.monotonic_ns()
     for last in range(steps):
         before = time.perf_counter()
-        one_step()
+        _step(engine, tokens)
         if last == steps - 1:
             engine.synchronize()  # the turn pays for all that it started
         turns.step_ms.append(1e3 * (time.perf_counter() - before))

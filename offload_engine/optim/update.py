@@ -179,9 +179,7 @@ class UpdatePipeline:
             self._residency.evict(bucket)
         made = self.early.take(bucket, entries, parts, grad_scale)
         if made is not None:
-            bucket.pending_update = self.early.commit(
-                bucket, made, self._ranks[bucket.index] - len(self._ranks)
-            )
+            bucket.pending_update = self.early.commit(bucket, made, self._ranks[bucket.index])
             self._recent.append(made)
         else:
             bucket.bring_back()
