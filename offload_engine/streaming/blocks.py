@@ -29,14 +29,11 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     See the note "the rule" in this file. Whether the model really runs them in that order is for the caller to see.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    shapes = {module.weight.shape for module in embeddings}
-    vocabulary = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        or (isinstance(module, nn.Linear) and module.weight.shape in shapes)
-    }
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.Linear)]
+    # Not `module.weight`: asked of a parametrized module, it runs the parametrization, which may change its buffers.
+    weights = [(module, module._parameters.get("weight")) for module in tables]
+    shapes = {w.shape for module, w in weights if isinstance(module, nn.Embedding) and w is not None}
+    vocabulary = {id(w) for _, w in weights if w is not None and w.shape in shapes}
     least = sum(numel for key, numel in _sizes([model]).items() if key not in vocabulary) / 2
     best: tuple[int, int] = (0, 0)
     blocks: list[tuple[str, nn.Module]] = []

@@ -25,10 +25,13 @@ class Cancelled(BaseException):
 
 
 class TorchState:
-    """What torch keeps per thread, as this thread has it now: modes, autocast, hooks of saved tensors, device."""
+    """What torch keeps per thread, as this thread has it now: how many threads an operator uses, modes,
+    autocast, hooks of saved tensors, device.
+    """
 
     def __init__(self, device: Device) -> None:
         self._compute_here = device.compute_place()
+        self._threads = torch.get_num_threads()
         self._modes = current_modes()
         kinds = dict.fromkeys(("cpu", device.torch_device.type))
         self._autocast = [
@@ -42,6 +45,7 @@ class TorchState:
     def applied(self) -> Iterator[None]:
         """Give the calling thread that state. Backwards of this thread run on it alone, also those of a device."""
         self._compute_here()
+        torch.set_num_threads(self._threads)  # sums are split among them, so they decide about bits
         with ExitStack() as stack:
             stack.enter_context(using_modes(self._modes))
             for kind, dtype, cached in self._autocast:

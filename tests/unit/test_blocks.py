@@ -105,3 +105,12 @@ def test_models_of_transformers() -> None:
     assert names(gpt2) == numbered("transformer.h.", 2)
     assert names(bert) == numbered("bert.encoder.layer.", 2)
     assert names(encoder_decoder) == numbered("decoder.block.", 3)  # the larger of its two
+
+
+def test_looking_at_a_parametrized_model_changes_nothing() -> None:
+    """`module.weight` of a spectral norm in training mode is a step of its power iteration."""
+    model = nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(7, 7)) for _ in range(3)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert before
+    find_blocks(model)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
