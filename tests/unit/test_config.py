@@ -19,7 +19,7 @@ from offload_engine.config import apply_overrides, build, parse_bytes
         ({"device_memory": 6e9 + 0.5}, "needs a number and a unit"),
         ({"device_memory": 0}, "above zero"),
         ({"device_memory": True}, "size in bytes"),
-        ({"precision": "fp8"}, "Did you mean 'bf16'|Valid: bf16, fp32"),
+        ({"precision": "fp8"}, "Did you mean 'bf16'|Valid: bf16, fp16, fp32"),
         ({"device": "emulate"}, "Did you mean 'emulated'"),
         ({"keep_resident": "yes"}, "keep_resident is 'yes' .str.; bool is needed"),
         ({"max_grad_norm": "1"}, "max_grad_norm is '1' .str.; float is needed"),
