@@ -159,7 +159,9 @@ class LossScaleConfig:
         if not (self.growth_factor >= 1 and math.isfinite(self.growth_factor)):
             raise ConfigError(f"loss_scale.growth_factor is {self.growth_factor}; it must be 1 or more.")
         if not 0 < self.backoff_factor < 1:
-            raise ConfigError(f"loss_scale.backoff_factor is {self.backoff_factor}; it must be between 0 and 1.")
+            raise ConfigError(
+                f"loss_scale.backoff_factor is {self.backoff_factor}; it must be between 0 and 1."
+            )
         if self.growth_interval < 1:
             raise ConfigError(f"loss_scale.growth_interval is {self.growth_interval}; it must be 1 or more.")
 

@@ -37,9 +37,7 @@ class SquareSums:
         """Return the sums of one parameter."""
         return self._sums[self._places[entry.index]]
 
-    def runs(
-        self, entries: Sequence[ParameterEntry]
-    ) -> Iterator[tuple[list[ParameterEntry], torch.Tensor]]:
+    def runs(self, entries: Sequence[ParameterEntry]) -> Iterator[tuple[list[ParameterEntry], torch.Tensor]]:
         """Yield entries of one bucket whose sums are neighbours and whose gradients lie in one array, with the sums."""
         for in_accumulator in (False, True):
             chosen = [e for e in entries if e.in_accumulator is in_accumulator and e.span_numel]

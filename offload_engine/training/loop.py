@@ -130,7 +130,9 @@ class Job:
         if not math.isfinite(step_loss):
             raise self._non_finite("loss", step_loss, lr)
         grad_norm = trainer.grad_norm
-        if not math.isfinite(grad_norm) and self.config.engine.precision != "fp16":  # there, the step is skipped
+        if (
+            not math.isfinite(grad_norm) and self.config.engine.precision != "fp16"
+        ):  # there, the step is skipped
             raise self._non_finite("gradient norm", grad_norm, lr)
         trainer.step()
         trainer.optimizer.zero_grad()
