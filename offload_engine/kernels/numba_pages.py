@@ -1,6 +1,7 @@
 """Moving values by exchanging the physical pages behind two address ranges: csrc/pages.cpp, through ctypes.
 
-Called by the fallback's lanes. Every address stays mapped, so pointers into either range stay good.
+Called by the fallback's lanes and the emulated device's buffers. Every address stays mapped, so pointers into either
+range stay good.
 """
 
 from __future__ import annotations

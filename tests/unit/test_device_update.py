@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import offload_engine as oe
-from offload_engine import kernels
 from offload_engine.optim import device_update_bytes
+from tests.failures import FailsOnce
 from tests.parity.harness import Net, adamw, data, one_compute_thread, open_engine
 
 __all__ = ["one_compute_thread"]
@@ -270,27 +270,6 @@ def test_save_and_load_with_resident_states(tmp_path: Path) -> None:
 
 
 # Failures.
-
-
-class FailsOnce:
-    """A lane of which one job fails."""
-
-    def __init__(self, lane: Any, job: str) -> None:
-        self.lane, self.job = lane, job
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(self.lane, name)
-        if name != self.job:
-            return real
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            self.job = ""
-            bad = kernels.load().Event.manual()
-            bad.fail("the cable was pulled")
-            takes = 7 if name == "adam" else 2
-            return real(*args[:takes], **{**kwargs, "after": [bad]})
-
-        return failing
 
 
 def fail_update(engine: Any) -> None:

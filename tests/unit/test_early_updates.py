@@ -13,31 +13,12 @@ import torch
 from torch import nn
 
 import offload_engine as oe
+from tests.failures import Trips
 from tests.parity.harness import SMALL, Net, adamw, data, one_compute_thread
 
 __all__ = ["one_compute_thread"]
 
 TIMINGS = ["serial", "under_forward", "during_backward"]
-
-
-class Trips(nn.Module):
-    """Raises in forward or backward when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.trip = nn.Linear(33, 33), ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.trip == "forward":
-            raise ZeroDivisionError("in forward")
-        y = self.layer(x)
-        if self.trip == "backward" and y.requires_grad:
-            y.register_hook(self.raises)
-        return y
-
-    @staticmethod
-    def raises(grad: torch.Tensor) -> None:
-        raise ZeroDivisionError("in backward")
 
 
 def model() -> nn.Sequential:

@@ -9,30 +9,10 @@ import torch
 from torch import nn
 
 import offload_engine as oe
-from offload_engine import kernels
+from tests.failures import FailsOnce, Trips
 from tests.parity.harness import SMALL, Net, adamw, data, one_compute_thread, open_engine
 
 __all__ = ["one_compute_thread"]
-
-
-class Trips(nn.Module):
-    """Raises in forward or backward when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.trip = nn.Linear(33, 33), ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.trip == "forward":
-            raise ZeroDivisionError("in forward")
-        y = self.layer(x)
-        if self.trip == "backward" and y.requires_grad:
-            y.register_hook(self.raises)
-        return y
-
-    @staticmethod
-    def raises(grad: torch.Tensor) -> None:
-        raise ZeroDivisionError("in backward")
 
 
 def tripping() -> nn.Sequential:
@@ -149,26 +129,6 @@ def test_an_exception_that_the_model_catches_itself() -> None:
     for name, value in net.parameters().items():
         assert torch.equal(value, plain.masters[name]), name
     net.close()
-
-
-class FailsOnce:
-    """A lane of which one job fails."""
-
-    def __init__(self, lane: Any, job: str) -> None:
-        self.lane, self.job = lane, job
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(self.lane, name)
-        if name != self.job:
-            return real
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            self.job = ""
-            bad = kernels.load().Event.manual()
-            bad.fail("the cable was pulled")
-            return real(*args[: 7 if name == "adam" else 2], after=[bad])
-
-        return failing
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
