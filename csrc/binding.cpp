@@ -127,17 +127,18 @@ class PyLane {
                   });
   }
 
-  EventPtr adam(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
-                const py::sequence& segments, double grad_scale, const py::iterable& after, const py::object& out,
-                int64_t rank) {
-    return update(kernels_->adam, {}, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, after, out,
-                  rank);
+  EventPtr update(const std::string& rule, py::handle master, const py::sequence& states, py::handle grad,
+                  py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after,
+                  const py::object& out, int64_t rank) {
+    return submit_update(kernels_->adam, {}, rule, master, states, grad, working, segments, grad_scale, after, out,
+                         rank);
   }
 
-  EventPtr adam_bytes(py::handle master, py::handle exp_avg, py::handle exp_avg_sq, py::handle grad, py::handle working,
-                      const py::sequence& segments, double grad_scale, bool prefetch) {
-    return update(kernels_->adam_bytes, prefetch, master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale,
-                  py::tuple(), py::none());
+  EventPtr update_bytes(const std::string& rule, py::handle master, const py::sequence& states, py::handle grad,
+                        py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after,
+                        const py::object& out, int64_t rank, bool prefetch) {
+    return submit_update(kernels_->adam_bytes, prefetch, rule, master, states, grad, working, segments, grad_scale,
+                         after, out, rank);
   }
 
   void close() {
@@ -186,17 +187,17 @@ class PyLane {
                      "Offsets and sizes are in elements.");
   }
 
-  static std::vector<AdamSegment> parse(const Tensors& tensors, const py::sequence& segments, size_t numel) {
-    std::vector<AdamSegment> parsed;
+  static std::vector<UpdateSegment> parse(const Tensors& tensors, const py::sequence& segments, size_t numel) {
+    std::vector<UpdateSegment> parsed;
     for (py::handle item : segments) {
-      if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 10)
-        tensors.refuse("a segment is not an AdamSegment", "Pass kernels.AdamSegment tuples.");
+      if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 13)
+        tensors.refuse("a segment is not an UpdateSegment", "Pass kernels.UpdateSegment tuples.");
       // Straight from the tuple: a thousand segments would take longer through casts than their update.
       const auto integer = [&](int i) { return int64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i))); };
       const auto number = [&](int i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(item.ptr(), i)); };
       const auto truth = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(item.ptr(), i)) > 0; };
       const int64_t offset = integer(0), n = integer(1);
-      const AdamSegment one{size_t(offset), size_t(n), number(2),  number(3), number(4),
+      const UpdateSegment one{size_t(offset), size_t(n), number(2),  number(3), number(4),
                             number(5),      number(6), integer(7), truth(8),  truth(9)};
       if (PyErr_Occurred()) throw py::error_already_set();
       check_range(tensors, "segment", offset, n, numel);
@@ -207,7 +208,7 @@ class PyLane {
       if (n > 0) parsed.push_back(one);
     }
     std::sort(parsed.begin(), parsed.end(),
-              [](const AdamSegment& a, const AdamSegment& b) { return a.offset_numel < b.offset_numel; });
+              [](const UpdateSegment& a, const UpdateSegment& b) { return a.offset_numel < b.offset_numel; });
     for (size_t i = 1; i < parsed.size(); ++i)
       if (parsed[i - 1].offset_numel + parsed[i - 1].numel > parsed[i].offset_numel)
         tensors.refuse("two segments overlap at element " + std::to_string(parsed[i].offset_numel),
@@ -215,10 +216,14 @@ class PyLane {
     return parsed;
   }
 
-  EventPtr update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, py::handle master, py::handle exp_avg,
-                  py::handle exp_avg_sq, py::handle grad, py::handle working, const py::sequence& segments,
-                  double grad_scale, const py::iterable& after, const py::object& out, int64_t rank = 0) {
-    Tensors tensors("adam");
+  EventPtr submit_update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, const std::string& rule,
+                         py::handle master, const py::sequence& states, py::handle grad, py::handle working,
+                         const py::sequence& segments, double grad_scale, const py::iterable& after,
+                         const py::object& out, int64_t rank) {
+    Tensors tensors("update");
+    if (rule != "adam") tensors.refuse("the rule is '" + rule + "'", "It must be 'adam'.");
+    if (states.size() != 2) tensors.refuse(std::to_string(states.size()) + " states", "Pass 2 for adam.");
+    const py::object exp_avg = states[0], exp_avg_sq = states[1];
     AdamArrays arrays;
     arrays.master = tensors.floats(master, "master", {kFloat32});
     arrays.exp_avg = tensors.floats(exp_avg, "exp_avg", {kFloat32});
@@ -230,7 +235,7 @@ class PyLane {
     tensors.expect_numel(arrays.exp_avg_sq, "exp_avg_sq", numel);
     tensors.expect_numel(arrays.grad, "grad", numel);
     if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
-    std::optional<AdamOut> outputs;
+    std::optional<UpdateOut> outputs;
     if (!out.is_none()) outputs = parse_out(tensors, arrays, out);
     auto parsed = parse(tensors, segments, numel);
     const size_t nbytes = ::offload::adam_bytes(arrays, parsed, outputs.has_value());
@@ -241,23 +246,26 @@ class PyLane {
                   std::make_shared<Event>(), rank);
   }
 
-  static AdamOut parse_out(Tensors& tensors, const AdamArrays& arrays, const py::object& out) {
-    if (!PyTuple_Check(out.ptr()) || PyTuple_GET_SIZE(out.ptr()) != 4)
-      tensors.refuse("out is not a tuple of four", "Pass (master_out, exp_avg_out, exp_avg_sq_out, working_out).");
-    const py::tuple four = py::reinterpret_borrow<py::tuple>(out);
-    const auto one = [&](size_t i, const char* name, const Array& like) {
-      const Array found = tensors.floats(py::object(four[i]), name, {like.dtype});
+  static UpdateOut parse_out(Tensors& tensors, const AdamArrays& arrays, const py::object& out) {
+    if (!PyTuple_Check(out.ptr()) || PyTuple_GET_SIZE(out.ptr()) != 3)
+      tensors.refuse("out is not a tuple of three", "Pass (master_out, states_out, working_out).");
+    const py::tuple three = py::reinterpret_borrow<py::tuple>(out);
+    const py::sequence states = three[1];
+    if (states.size() != 2)
+      tensors.refuse(std::to_string(states.size()) + " outputs for 2 states", "Pass one for each.");
+    const auto one = [&](const py::object& tensor, const char* name, const Array& like) {
+      const Array found = tensors.floats(tensor, name, {like.dtype});
       tensors.expect_numel(found, name, like.numel);
       return found;
     };
-    AdamOut outputs{one(0, "master_out", arrays.master),
-                    one(1, "exp_avg_out", arrays.exp_avg),
-                    one(2, "exp_avg_sq_out", arrays.exp_avg_sq),
-                    {}};
-    if (four[3].is_none() != (arrays.working.dtype == Dtype::kNone))
-      tensors.refuse(four[3].is_none() ? "working_out is None, working is not" : "working is None, working_out is not",
+    UpdateOut outputs{one(three[0], "master_out", arrays.master),
+                      one(states[0], "exp_avg_out", arrays.exp_avg),
+                      one(states[1], "exp_avg_sq_out", arrays.exp_avg_sq),
+                      {}};
+    if (three[2].is_none() != (arrays.working.dtype == Dtype::kNone))
+      tensors.refuse(three[2].is_none() ? "working_out is None, working is not" : "working is None, working_out is not",
                      "Pass both or neither.");
-    if (!four[3].is_none()) outputs.working = one(3, "working_out", arrays.working);
+    if (!three[2].is_none()) outputs.working = one(three[2], "working_out", arrays.working);
     return outputs;
   }
 
@@ -376,11 +384,12 @@ PYBIND11_MODULE(_native, m) {
       .def("convert", &PyLane::convert, py::arg("dst"), py::arg("src"), after)
       .def("accumulate", &PyLane::accumulate, py::arg("acc_fp32"), py::arg("src"), after)
       .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
-      .def("adam", &PyLane::adam, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after,
-           py::arg("out") = py::none(), py::arg("rank") = 0)
-      .def("adam_bytes", &PyLane::adam_bytes, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-           py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale"), py::arg("prefetch"))
+      .def("update", &PyLane::update, py::arg("rule"), py::arg("master"), py::arg("states"), py::arg("grad"),
+           py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after, py::arg("out") = py::none(),
+           py::arg("rank") = 0)
+      .def("update_bytes", &PyLane::update_bytes, py::arg("rule"), py::arg("master"), py::arg("states"),
+           py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after,
+           py::arg("out") = py::none(), py::arg("rank") = 0, py::kw_only(), py::arg("prefetch"))
       .def("close", &PyLane::close);
 }
 

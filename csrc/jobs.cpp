@@ -52,7 +52,7 @@ size_t itemsize(Dtype dtype) {
   return 0;
 }
 
-AdamScalars adam_scalars(const AdamSegment& s, double grad_scale) {
+AdamScalars adam_scalars(const UpdateSegment& s, double grad_scale) {
   const double correction1 = 1 - pow(s.beta1, double(s.step)), correction2 = 1 - pow(s.beta2, double(s.step));
   AdamScalars out;
   out.grad_scale = float(s.maximize ? -grad_scale : grad_scale);
@@ -68,24 +68,24 @@ AdamScalars adam_scalars(const AdamSegment& s, double grad_scale) {
   return out;
 }
 
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments, bool out_of_place) {
+size_t adam_bytes(const AdamArrays& arrays, const std::vector<UpdateSegment>& segments, bool out_of_place) {
   size_t numel = 0;
-  for (const AdamSegment& segment : segments) numel += segment.numel;
+  for (const UpdateSegment& segment : segments) numel += segment.numel;
   const size_t state = 12 + itemsize(arrays.working.dtype);
   const size_t copied = out_of_place ? arrays.master.numel - numel : 0;
   return numel * (12 + itemsize(arrays.grad.dtype) + state) + copied * 2 * state;
 }
 
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch,
-              const std::optional<AdamOut>& out_of_place) {
-  const AdamOut out =
-      out_of_place.value_or(AdamOut{arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.working});
+              const std::vector<UpdateSegment>& segments, double grad_scale, std::optional<bool> prefetch,
+              const std::optional<UpdateOut>& out_of_place) {
+  const UpdateOut out =
+      out_of_place.value_or(UpdateOut{arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.working});
   // Segments are laid end to end and cut there, so that many small ones cost no more than one large one.
   std::vector<size_t> ends;
   std::vector<AdamScalars> scalars;
   size_t total = 0;
-  for (const AdamSegment& segment : segments) {
+  for (const UpdateSegment& segment : segments) {
     ends.push_back(total += segment.numel);
     scalars.push_back(adam_scalars(segment, grad_scale));
   }
@@ -116,7 +116,7 @@ void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arra
         copy_chunks(pool, static_cast<char*>(at(to, begin)), static_cast<const char*>(at(from, begin)),
                     (end - begin) * itemsize(from.dtype));
   };
-  for (const AdamSegment& segment : segments) {
+  for (const UpdateSegment& segment : segments) {
     copy_until(segment.offset_numel);
     begin = segment.offset_numel + segment.numel;
   }

@@ -18,30 +18,30 @@ struct Array {
 size_t itemsize(Dtype dtype);
 
 // One param group's settings over [offset_numel, offset_numel + numel). `step` counts this step.
-struct AdamSegment {
+struct UpdateSegment {
   size_t offset_numel, numel;
   double lr, beta1, beta2, eps, weight_decay;
   int64_t step;
   bool decoupled, maximize;
 };
 
-AdamScalars adam_scalars(const AdamSegment& segment, double grad_scale);
+AdamScalars adam_scalars(const UpdateSegment& segment, double grad_scale);
 
 struct AdamArrays {
   Array master, exp_avg, exp_avg_sq, grad, working;
 };
 
 // Where the new state goes when it must not replace the old one. `working` is as empty as AdamArrays::working.
-struct AdamOut {
+struct UpdateOut {
   Array master, exp_avg, exp_avg_sq, working;
 };
 
 // `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. With `out`,
 // what lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
 void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<AdamSegment>& segments, double grad_scale, std::optional<bool> prefetch = {},
-              const std::optional<AdamOut>& out = {});
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<AdamSegment>& segments, bool out_of_place = false);
+              const std::vector<UpdateSegment>& segments, double grad_scale, std::optional<bool> prefetch = {},
+              const std::optional<UpdateOut>& out = {});
+size_t adam_bytes(const AdamArrays& arrays, const std::vector<UpdateSegment>& segments, bool out_of_place = false);
 
 struct CopySpan {
   char* dst;

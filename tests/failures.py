@@ -47,7 +47,7 @@ class FailsOnce:
             self.job = ""
             bad = kernels.load().Event.manual()
             bad.fail("the cable was pulled")
-            takes = 7 if name == "adam" else 2
+            takes = 7 if name == "update" else 2
             return real(*args[:takes], **{**kwargs, "after": [bad]})
 
         return failing

@@ -70,7 +70,7 @@ struct State {
     if (working.array.dtype == Dtype::kNone) all.working = {};
     return all;
   }
-  AdamOut out() const { return {arrays().master, arrays().exp_avg, arrays().exp_avg_sq, arrays().working}; }
+  UpdateOut out() const { return {arrays().master, arrays().exp_avg, arrays().exp_avg_sq, arrays().working}; }
 };
 
 bool same(const Array& a, const Array& b) { return memcmp(a.data, b.data, a.numel * itemsize(a.dtype)) == 0; }
@@ -85,13 +85,13 @@ double ulps(float found, double exact, double scale) {
   return fabs(double(found) - exact) / (double(nextafterf(size, INFINITY)) - double(size));
 }
 
-const AdamSegment kSegment{0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, true, false};
+const UpdateSegment kSegment{0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, true, false};
 
 // The first step, element by element in double.
 void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
   State before(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true),
       after(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true);
-  AdamSegment s = kSegment;
+  UpdateSegment s = kSegment;
   s.numel = numel;
   run_adam(kernels.adam, nullptr, after.arrays(), {s}, 0.37);
   std::vector<float> gradient(numel);
@@ -111,7 +111,7 @@ void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
 
 void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, Dtype grad, Dtype working) {
   State ours(numel, shift, grad, working, false), scalar(numel, shift, grad, working, false);
-  std::vector<AdamSegment> segments(3, kSegment);
+  std::vector<UpdateSegment> segments(3, kSegment);
   segments[0].numel = numel / 3;
   segments[1].offset_numel = segments[0].numel;
   segments[1].decoupled = false;

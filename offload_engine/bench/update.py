@@ -103,12 +103,12 @@ def _measure(lane: Any, isa: str, layout: str, numel: int, threads: int, rounds:
         else:
             optimizer.step()
 
-    segments = [kernels.AdamSegment(0, numel, 1e-4, 0.9, 0.999, 1e-8, 1e-2, 10, True, False)]
-    arrays = (master, exp_avg, exp_avg_sq, grad, working, segments)
+    segments = [kernels.UpdateSegment(0, numel, 1e-4, 0.9, 0.999, 1e-8, 1e-2, 10, True, False)]
+    arrays = ("adam", master, (exp_avg, exp_avg_sq), grad, working, segments)
     jobs: dict[str, Callable[[], object]] = {
-        "bytes": lambda: lane.adam_bytes(*arrays, 1e-6, prefetch=False).wait(),
-        "bytes, prefetched": lambda: lane.adam_bytes(*arrays, 1e-6, prefetch=True).wait(),
-        "ours": lambda: lane.adam(*arrays).wait(),
+        "bytes": lambda: lane.update_bytes(*arrays, 1e-6, prefetch=False).wait(),
+        "bytes, prefetched": lambda: lane.update_bytes(*arrays, 1e-6, prefetch=True).wait(),
+        "ours": lambda: lane.update(*arrays).wait(),
         "torch": torch_job,
     }
     times_s: dict[str, list[float]] = {name: [] for name in jobs}

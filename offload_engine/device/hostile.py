@@ -23,7 +23,7 @@ from offload_engine.device.base import DeviceBuffer, Transfer
 from offload_engine.device.emulated import EmulatedDevice
 from offload_engine.device.eventgraph import EventGraph, Job, Span
 from offload_engine.device.torch_modes import insert_mode, remove_mode
-from offload_engine.kernels import AdamOut, AdamSegment, Backend, Event, Lane, WorkerPool
+from offload_engine.kernels import Backend, Event, Lane, Rule, UpdateOut, UpdateSegment, WorkerPool
 
 __all__ = ["HostileDevice", "HostileEvent", "HostileLane"]
 
@@ -58,6 +58,11 @@ def _parts(tensor: torch.Tensor, runs: Iterable[tuple[int, int]]) -> list[Span]:
     return [
         Span(block, start + offset * size, start + (offset + numel) * size) for offset, numel in runs if numel
     ]
+
+
+def _updated(array: torch.Tensor, numel: int, runs: Iterable[tuple[int, int]]) -> list[Span]:
+    """Return the bytes that an update of `runs` changes; an array with scales or a bitmap behind it is taken whole."""
+    return _parts(array, runs) if array.numel() == numel else _spans([array])
 
 
 def _poison(span: Span) -> None:
@@ -273,40 +278,45 @@ class HostileLane:
                 writes,
             )
 
-    def adam(
+    def update(
         self,
+        rule: Rule,
         master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         working: torch.Tensor | None,
-        segments: Sequence[AdamSegment],
+        segments: Sequence[UpdateSegment],
         grad_scale: float = 1.0,
         after: Iterable[Event] = (),
-        out: AdamOut | None = None,
+        out: UpdateOut | None = None,
         rank: int = 0,
     ) -> HostileEvent:
         """Queue an update."""
         with _no_modes():
             runs = [(segment.offset_numel, segment.numel) for segment in segments]
-            states = [master, exp_avg, exp_avg_sq]
+            arrays = [master, *states]
+            outputs = (
+                [] if out is None else [array for array in (out[0], *out[1], out[2]) if array is not None]
+            )
             reads = _parts(grad, runs)
             if out is None:
                 fresh = [] if working is None else _parts(working, runs)
-                changed = [span for array in states for span in _parts(array, runs)]
+                changed = [span for array in arrays for span in _updated(array, grad.numel(), runs)]
+                if working is not None and master.dtype in (torch.int16, torch.int8):
+                    reads = reads + fresh  # the upper half of the master
                 reads, writes = reads + changed, changed + fresh
             else:
-                reads += _spans(array for array in (*states, working) if array is not None)
-                writes = fresh = _spans(array for array in out if array is not None)
+                reads += _spans(array for array in (*arrays, working) if array is not None)
+                writes = fresh = _spans(outputs)
             what = f"update of {self._names(_spans([master]))} by {self._names(_spans([grad]))}"
             return self._submit(
                 what,
                 reads,
                 writes,
-                [*states, grad, working, *(out or ())],
+                [*arrays, grad, working, *outputs],
                 after,
-                lambda e: self._lane.adam(
-                    master, exp_avg, exp_avg_sq, grad, working, segments, grad_scale, e, out, rank
+                lambda e: self._lane.update(
+                    rule, master, states, grad, working, segments, grad_scale, e, out, rank
                 ),
                 fresh,
             )

@@ -12,7 +12,16 @@ from types import ModuleType
 
 from offload_engine.errors import BuildError, ConfigError
 from offload_engine.kernels import reference
-from offload_engine.kernels.api import NORM_BLOCK, AdamOut, AdamSegment, Backend, Event, Lane, WorkerPool
+from offload_engine.kernels.api import (
+    NORM_BLOCK,
+    Backend,
+    Event,
+    Lane,
+    Rule,
+    UpdateOut,
+    UpdateSegment,
+    WorkerPool,
+)
 
 _native: ModuleType | None
 _import_error: ImportError | None = None
@@ -25,11 +34,12 @@ else:
 
 __all__ = [
     "NORM_BLOCK",
-    "AdamOut",
-    "AdamSegment",
     "Backend",
     "Event",
     "Lane",
+    "Rule",
+    "UpdateOut",
+    "UpdateSegment",
     "WorkerPool",
     "available_isas",
     "load",

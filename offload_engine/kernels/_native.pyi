@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from offload_engine.kernels.api import AdamOut, AdamSegment
+from offload_engine.kernels.api import Rule, UpdateOut, UpdateSegment
 
 NORM_BLOCK: int
 
@@ -34,7 +34,13 @@ class WorkerPool:
 
 class Lane:
     def __init__(
-        self, name: str, *, gbps: float = 0.0, pool: WorkerPool | None = None, isa: str = "scalar"
+        self,
+        name: str,
+        *,
+        gbps: float = 0.0,
+        pool: WorkerPool | None = None,
+        isa: str = "scalar",
+        ordered: bool = True,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -58,28 +64,33 @@ class Lane:
         out_f64: torch.Tensor,
         after: Iterable[Event] = (),
     ) -> Event: ...
-    def adam(
+    def update(
         self,
+        rule: Rule,
         master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         working: torch.Tensor | None,
-        segments: Sequence[AdamSegment],
+        segments: Sequence[UpdateSegment],
         grad_scale: float = 1.0,
         after: Iterable[Event] = (),
-        out: AdamOut | None = None,
+        out: UpdateOut | None = None,
+        rank: int = 0,
     ) -> Event: ...
-    # Adam's byte streams with next to no arithmetic: the bandwidth ceiling of `offload-engine bench update`.
-    def adam_bytes(
+    # The same byte streams with next to no arithmetic: the bandwidth ceiling of `offload-engine bench update`.
+    def update_bytes(
         self,
+        rule: Rule,
         master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         working: torch.Tensor | None,
-        segments: Sequence[AdamSegment],
-        grad_scale: float,
+        segments: Sequence[UpdateSegment],
+        grad_scale: float = 1.0,
+        after: Iterable[Event] = (),
+        out: UpdateOut | None = None,
+        rank: int = 0,
+        *,
         prefetch: bool,
     ) -> Event: ...
     def close(self) -> None: ...

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["NORM_BLOCK", "AdamOut", "AdamSegment", "Backend", "Event", "Lane", "WorkerPool"]
+__all__ = ["NORM_BLOCK", "Backend", "Event", "Lane", "Rule", "UpdateOut", "UpdateSegment", "WorkerPool"]
 
 NORM_BLOCK = 16384
 """Elements per float64 partial sum of `Lane.square_sums`."""
 
 
-class AdamSegment(NamedTuple):
+Rule = Literal["adam", "lion", "sgd", "adagrad", "sign"]
+"""The update rules of `Lane.update`; "adam" is AdamW as well."""
+
+
+class UpdateSegment(NamedTuple):
     """One param group's settings over a run of elements of a flat buffer."""
 
     offset_numel: int
@@ -32,10 +36,16 @@ class AdamSegment(NamedTuple):
     decoupled: bool
     """True for AdamW (p *= 1 - lr * weight_decay), False for Adam (weight_decay * p is added to the gradient)."""
     maximize: bool
+    dampening: float = 0.0
+    """SGD's."""
+    nesterov: bool = False
+    """SGD's."""
+    seed: int = 0
+    """Of the stochastic rounding of bfloat16 states, 1 to 2**32 - 1; 0 rounds to nearest even."""
 
 
-AdamOut = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Where `Lane.adam` writes: master, exp_avg, exp_avg_sq and the working copy, None where there is none."""
+UpdateOut = tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]
+"""Where `Lane.update` writes: the master, the states and the working copy, None where there is none."""
 
 
 class Event(Protocol):
@@ -132,7 +142,7 @@ class Lane(Protocol):
             dsts, srcs: pairs of equal dtype and size that do not overlap, in private memory.
             pages: False copies. It must be False for memory that a device has registered (pinned): the device would go
                 on reading the pages that it was told of.
-            rank: as for `adam`.
+            rank: as for `update`.
         """
 
     def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Event] = ()) -> Event:
@@ -154,28 +164,29 @@ class Lane(Protocol):
         instruction set, backend and number of threads.
         """
 
-    def adam(
+    def update(
         self,
+        rule: Rule,
         master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         working: torch.Tensor | None,
-        segments: Sequence[AdamSegment],
+        segments: Sequence[UpdateSegment],
         grad_scale: float = 1.0,
         after: Iterable[Event] = (),
-        out: AdamOut | None = None,
+        out: UpdateOut | None = None,
         rank: int = 0,
     ) -> Event:
-        """Queue one fused Adam or AdamW pass over the segments; elements outside them keep their values.
+        """Queue one fused pass of the rule over the segments; elements outside them keep their values.
 
         Args:
-            master, exp_avg, exp_avg_sq: float32, updated in place.
+            rule: "adam".
+            master, states: float32, updated in place; Adam's states are (exp_avg, exp_avg_sq).
             grad: float32, bfloat16 or float16; read only, multiplied by `grad_scale` (unscale and clip factor in one).
             working: float32, bfloat16 or float16, or None; receives the new master, rounded to nearest even.
-            out: tensors like the first three and `working`, None where that is None. The whole new state is written
-                there, elements outside the segments included, with the bits of an update in place; master, exp_avg,
-                exp_avg_sq and working are then only read.
+            out: tensors like master, states and working, None where that is None. The whole new state is written
+                there, elements outside the segments included, with the bits of an update in place; master, states and
+                working are then only read.
             rank: a lane that is not ordered takes, of the jobs that have nothing to wait for, the one of the lowest
                 rank, the first submitted among equals. Its jobs come after each other only where `after` says so.
                 (The numba backend does them in order.)

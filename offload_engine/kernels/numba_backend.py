@@ -18,7 +18,7 @@ import torch
 from offload_engine.errors import KernelError
 from offload_engine.kernels import api
 from offload_engine.kernels import numba_kernels as compiled
-from offload_engine.kernels.api import NORM_BLOCK, AdamOut, AdamSegment
+from offload_engine.kernels.api import NORM_BLOCK, Rule, UpdateOut, UpdateSegment
 from offload_engine.kernels.numba_pages import move_pages
 from offload_engine.kernels.numba_threads import Event, LaneThread, WorkerPool
 
@@ -56,7 +56,7 @@ def _write(wide: np.ndarray[Any, Any], array: np.ndarray[Any, Any], dtype: torch
         compiled.float_to_f16(wide, array[part])
 
 
-def _scalars(s: AdamSegment, grad_scale: float) -> tuple[Any, ...]:
+def _scalars(s: UpdateSegment, grad_scale: float) -> tuple[Any, ...]:
     """Return the arguments of `compiled.adam` after the arrays: computed in double, rounded once."""
     from_grad = s.beta1 <= 0.5
     values = (
@@ -173,32 +173,37 @@ class Lane(LaneThread):
         nbytes = sum(block.stop - block.start for block in blocks) * src.element_size()
         return self._submit("square_sums", nbytes, lambda: self._run_chunks(len(blocks), body), after)
 
-    def adam(
+    def update(
         self,
+        rule: Rule,
         master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        states: Sequence[torch.Tensor],
         grad: torch.Tensor,
         working: torch.Tensor | None,
-        segments: Sequence[AdamSegment],
+        segments: Sequence[UpdateSegment],
         grad_scale: float = 1.0,
         after: Iterable[api.Event] = (),
-        out: AdamOut | None = None,
+        out: UpdateOut | None = None,
         rank: int = 0,
     ) -> Event:
-        """Queue one fused Adam or AdamW pass over the segments."""
+        """Queue one fused pass of the rule over the segments."""
+        if rule != "adam":
+            raise KernelError(f"update: the rule is {rule!r}. It must be 'adam'.")
+        if len(states) != 2:
+            raise KernelError(f"update: {len(states)} states. Pass 2 for adam.")
+        exp_avg, exp_avg_sq = states
         tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
         if working is not None:
             tensors["working"] = working
         fp32 = ("master", "exp_avg", "exp_avg_sq")
-        self._check("adam", fp32=fp32, floats=("grad", "working"), same_numel=True, **tensors)
+        self._check("update", fp32=fp32, floats=("grad", "working"), same_numel=True, **tensors)
         if out is not None:
             self._check_out(out, master, working)
         ordered = self._check_segments(segments, master.numel())
         p, m, v, g = (_floats(t) for t in (master, exp_avg, exp_avg_sq, grad))
         w = None if working is None else _floats(working)
-        p_out, m_out, v_out = (p, m, v) if out is None else (_floats(t) for t in out[:3])
-        w_out = w if out is None or out[3] is None else _floats(out[3])
+        p_out, m_out, v_out = (p, m, v) if out is None else (_floats(t) for t in (out[0], *out[1]))
+        w_out = w if out is None or out[2] is None else _floats(out[2])
         parts = [
             (slice(i, min(i + _CHUNK_NUMEL, s.offset_numel + s.numel)), scalars)
             for s in ordered
@@ -230,27 +235,36 @@ class Lane(LaneThread):
         state = 12 + (0 if working is None else working.element_size())
         nbytes = sum(s.numel for s in ordered) * (12 + grad.element_size() + state)
         nbytes += sum(gap.stop - gap.start for gap in gaps) * 2 * state
-        return self._submit("adam", nbytes, run, after)
+        return self._submit("update", nbytes, run, after)
 
     @classmethod
-    def _check_out(cls, out: AdamOut, master: torch.Tensor, working: torch.Tensor | None) -> None:
-        names = ("master_out", "exp_avg_out", "exp_avg_sq_out", "working_out")
-        if not isinstance(out, tuple) or len(out) != len(names):
-            raise KernelError(f"adam: out is not a tuple of four. Pass ({', '.join(names)}).")
-        if (out[3] is None) != (working is None):
+    def _check_out(cls, out: UpdateOut, master: torch.Tensor, working: torch.Tensor | None) -> None:
+        if not isinstance(out, tuple) or len(out) != 3:
+            raise KernelError(
+                "update: out is not a tuple of three. Pass (master_out, states_out, working_out)."
+            )
+        if len(out[1]) != 2:
+            raise KernelError(f"update: {len(out[1])} outputs for 2 states. Pass one for each.")
+        if (out[2] is None) != (working is None):
             found = (
                 "working_out is None, working is not"
                 if working is not None
                 else "working is None, working_out is not"
             )
-            raise KernelError(f"adam: {found}. Pass both or neither.")
-        tensors = {"master": master} | {
-            name: tensor for name, tensor in zip(names, out, strict=True) if tensor is not None
+            raise KernelError(f"update: {found}. Pass both or neither.")
+        tensors = {
+            "master": master,
+            "master_out": out[0],
+            "exp_avg_out": out[1][0],
+            "exp_avg_sq_out": out[1][1],
         }
-        cls._check("adam", fp32=names[:3], floats=names[3:], same_numel=True, **tensors)
-        if out[3] is not None and working is not None and out[3].dtype != working.dtype:
-            shown = [str(t.dtype).removeprefix("torch.") for t in (out[3], working)]
-            raise KernelError(f"adam: working_out is {shown[0]}. It must be {shown[1]}.")
+        fp32 = tuple(tensors)
+        if out[2] is not None:
+            tensors["working_out"] = out[2]
+        cls._check("update", fp32=fp32, floats=("working_out",), same_numel=True, **tensors)
+        if out[2] is not None and working is not None and out[2].dtype != working.dtype:
+            shown = [str(t.dtype).removeprefix("torch.") for t in (out[2], working)]
+            raise KernelError(f"update: working_out is {shown[0]}. It must be {shown[1]}.")
 
     @classmethod
     def _check_pairs(
@@ -313,18 +327,18 @@ class Lane(LaneThread):
             )
 
     @classmethod
-    def _check_segments(cls, segments: Sequence[AdamSegment], numel: int) -> list[AdamSegment]:
+    def _check_segments(cls, segments: Sequence[UpdateSegment], numel: int) -> list[UpdateSegment]:
         end = 0
-        ordered = sorted((AdamSegment(*s) for s in segments), key=lambda s: s.offset_numel)
+        ordered = sorted((UpdateSegment(*s) for s in segments), key=lambda s: s.offset_numel)
         for s in ordered:
-            cls._check_range("adam: segment", s.offset_numel, s.numel, numel)
+            cls._check_range("update: segment", s.offset_numel, s.numel, numel)
             if s.step < 1:
-                raise KernelError(f"adam: step is {s.step}. It counts this step: 1 for the first.")
+                raise KernelError(f"update: step is {s.step}. It counts this step: 1 for the first.")
             if not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
-                raise KernelError(f"adam: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
+                raise KernelError(f"update: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
             if s.numel and s.offset_numel < end:
                 raise KernelError(
-                    f"adam: two segments overlap at element {s.offset_numel}. Each element is updated once."
+                    f"update: two segments overlap at element {s.offset_numel}. Each element is updated once."
                 )
             end = max(end, s.offset_numel + s.numel)
         return ordered

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_engine.kernels.api import AdamSegment
+from offload_engine.kernels.api import UpdateSegment
 
 __all__ = ["adam_step"]
 
@@ -16,7 +16,7 @@ def adam_step(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
-    segments: Sequence[AdamSegment],
+    segments: Sequence[UpdateSegment],
     grad_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return new float64 (master, exp_avg, exp_avg_sq) after one step; the arguments are not changed."""

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from offload_engine.kernels import AdamSegment
+from offload_engine.kernels import UpdateSegment
 
 __all__ = ["SCRATCH_BYTES_PER_ELEMENT", "SCRATCH_NUMEL", "adam_in_torch"]
 
@@ -26,7 +26,7 @@ def adam_in_torch(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     working: torch.Tensor | None,
-    segment: AdamSegment,
+    segment: UpdateSegment,
     grad_scale: float,
     *,
     block_numel: int = SCRATCH_NUMEL,
@@ -57,7 +57,7 @@ def adam_in_torch(
 class _Scalars:
     """The numbers of one segment. Divisors are tensors: torch may replace a number's division by its reciprocal."""
 
-    def __init__(self, s: AdamSegment, grad_scale: float, device: torch.device) -> None:
+    def __init__(self, s: UpdateSegment, grad_scale: float, device: torch.device) -> None:
         self.grad_scale = -grad_scale if s.maximize else grad_scale
         self.decay = 1 - s.lr * s.weight_decay if s.decoupled else 1.0
         self.l2 = 0.0 if s.decoupled else s.weight_decay

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from offload_engine.buckets import Bucket, ParameterEntry
-from offload_engine.kernels import AdamSegment, Event, Lane
+from offload_engine.kernels import Event, Lane, UpdateSegment
 from offload_engine.optim.segments import Part
 from offload_engine.streaming import LaneLog
 from offload_engine.timeline import CPU_UPDATE
@@ -24,7 +24,7 @@ class _Basis:
 
     gradients: tuple[tuple[int, int], ...]
     """(parameter, count of its gradient's changes)."""
-    segments: tuple[AdamSegment, ...]
+    segments: tuple[UpdateSegment, ...]
     grad_scale: float
     version: int
     state_writes: int
@@ -77,10 +77,10 @@ class EarlyUpdates:
             bucket.gradient_reader,
         )  # the latter may be one in vain, into these spares
         after = [*bucket.gradient_ready, *(event for event in before if event is not None)]
-        event = self._lane.adam(
+        event = self._lane.update(
+            "adam",
             bucket.master,
-            bucket.exp_avg,
-            bucket.exp_avg_sq,
+            (bucket.exp_avg, bucket.exp_avg_sq),
             part.grad,
             None if own else bucket.working,
             part.segments,
@@ -88,8 +88,7 @@ class EarlyUpdates:
             after,
             out=(
                 spare["working copy" if own else "master"],
-                spare["exp_avg"],
-                spare["exp_avg_sq"],
+                (spare["exp_avg"], spare["exp_avg_sq"]),
                 None if own else spare["working copy"],
             ),
             rank=rank,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry
-from offload_engine.kernels import AdamSegment
+from offload_engine.kernels import UpdateSegment
 from offload_engine.optim.groups import GroupSettings
 from offload_engine.streaming import runs_of
 
@@ -24,7 +24,7 @@ class Part:
 
     grad: torch.Tensor
     """The bucket's host gradient slab, or its fp32 accumulator."""
-    segments: list[AdamSegment]
+    segments: list[UpdateSegment]
 
 
 def parts_of(
@@ -40,10 +40,10 @@ def parts_of(
         assert entry.group is not None
         key = (entry.in_accumulator, settings[id(entry.group)], int(entry.step) + 1)
         classes.setdefault(key, []).append(entry)
-    by_source: dict[bool, list[AdamSegment]] = {}
+    by_source: dict[bool, list[UpdateSegment]] = {}
     for (in_accumulator, chosen, step), members in classes.items():
         by_source.setdefault(in_accumulator, []).extend(
-            AdamSegment(
+            UpdateSegment(
                 offset,
                 numel,
                 chosen.lr,

@@ -195,10 +195,10 @@ class UpdatePipeline:
         known = (bucket.pending_update, bucket.gradient_reader, fetch)
         before = [event for event in known if event is not None]
         for part in parts:
-            event = self._lane.adam(
+            event = self._lane.update(
+                "adam",
                 bucket.master,
-                bucket.exp_avg,
-                bucket.exp_avg_sq,
+                (bucket.exp_avg, bucket.exp_avg_sq),
                 part.grad,
                 working,
                 part.segments,

@@ -215,11 +215,11 @@ def kernel_step(optimizer: torch.optim.Optimizer) -> None:
                 group["weight_decay"],
                 int(state["step"]),
             )
-            segment = kernels.AdamSegment(0, p.numel(), *settings, decoupled, group["maximize"])
+            segment = kernels.UpdateSegment(0, p.numel(), *settings, decoupled, group["maximize"])
             if not p.numel():
                 continue
             flat = [t.flatten().clone() for t in (p, state["exp_avg"], state["exp_avg_sq"], p.grad)]
-            _lane().adam(*flat, None, [segment]).wait()
+            _lane().update("adam", flat[0], flat[1:3], flat[3], None, [segment]).wait()
             for t, new in zip((p, state["exp_avg"], state["exp_avg_sq"]), flat, strict=False):
                 t.copy_(new.view(t.shape))
 
@@ -367,11 +367,11 @@ class LateLane:
 
     def __getattr__(self, name: str) -> Any:
         job = getattr(self._lane, name)
-        if name not in ("copy", "convert", "accumulate", "square_sums", "adam", "move"):
+        if name not in ("copy", "convert", "accumulate", "square_sums", "update", "move"):
             return job
 
         def late(*args: Any, after: Any = (), **kwargs: Any) -> Any:
-            takes = {"copy": 2, "convert": 2, "accumulate": 2, "square_sums": 3, "adam": 7, "move": 2}[name]
+            takes = {"copy": 2, "convert": 2, "accumulate": 2, "square_sums": 3, "update": 7, "move": 2}[name]
             if len(args) > takes:
                 *args, after = args
             start = kernels.load().Event.manual()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine.kernels import AdamSegment
+from offload_engine.kernels import UpdateSegment
 from offload_engine.optim import device_rule
 from offload_engine.optim.update import UpdatePipeline
 from tests.parity import matrix
@@ -219,14 +219,14 @@ def test_a_plan_that_is_not_carried_out_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter that runs ahead changes the bias correction."""
-    make = AdamSegment.__new__
+    make = UpdateSegment.__new__
 
     def later(cls: Any, *args: Any, **kwargs: Any) -> Any:
         segment = make(cls, *args, **kwargs)
         return make(cls, *segment[:7], segment.step + 1, *segment[8:])
 
     matrix.reference(matrix.script_of(PLAIN))  # before
-    monkeypatch.setattr(AdamSegment, "__new__", later)
+    monkeypatch.setattr(UpdateSegment, "__new__", later)
     with pytest.raises(DifferenceError, match="after 1 steps: master of"):
         matrix.check({**PLAIN, "timing": "under_forward"})
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from offload_engine import kernels
-from offload_engine.kernels import AdamSegment
+from offload_engine.kernels import UpdateSegment
 from offload_engine.optim import device_rule
 from offload_engine.optim.device_rule import adam_in_torch
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def random_segment(chance: random.Random, offset: int, numel: int) -> AdamSegment:
+def random_segment(chance: random.Random, offset: int, numel: int) -> UpdateSegment:
     """Return settings from ordinary to odd: no decay, beta1 on either side of 0.5, first and late steps."""
-    return AdamSegment(
+    return UpdateSegment(
         offset,
         numel,
         10 ** chance.uniform(-6, 0),
@@ -58,7 +58,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def both_ways(
     arrays: list[torch.Tensor],
     working: torch.Tensor | None,
-    segments: list[AdamSegment],
+    segments: list[UpdateSegment],
     grad_scale: float,
     device: str = "cpu",
     **how: int,
@@ -69,7 +69,7 @@ def both_ways(
     theirs = [t.clone() for t in arrays]
     written = None if working is None else working.clone()
     lane = kernels.load("native").Lane("rule")
-    lane.adam(*theirs, written, segments, grad_scale).wait()
+    lane.update("adam", theirs[0], theirs[1:3], theirs[3], written, segments, grad_scale).wait()
     lane.close()
     for segment in segments:
         adam_in_torch(*ours, low, segment, grad_scale, **how)
@@ -121,7 +121,7 @@ def test_values_at_the_ends_of_the_range() -> None:
     one = torch.ones_like(a)
     for arrays in ([a, one, one, b], [one, a, one, b], [one, one, a.abs(), b], [a, b, one, one]):
         for decoupled, maximize in itertools.product((True, False), repeat=2):
-            segment = AdamSegment(0, len(a), 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled, maximize)
+            segment = UpdateSegment(0, len(a), 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled, maximize)
             both_ways([t.clone() for t in arrays], torch.zeros(len(a)).bfloat16(), [segment], 0.7)
 
 
@@ -151,7 +151,7 @@ def test_it_takes_nothing_from_the_kernels_but_the_segment() -> None:
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }
-    assert found == {("offload_engine.kernels", "AdamSegment")}
+    assert found == {("offload_engine.kernels", "UpdateSegment")}
 
 
 def test_it_works_where_there_is_no_kernel() -> None:
@@ -170,7 +170,7 @@ try:
 except BuildError:
     pass
 p, m, v, g = torch.ones(5), torch.zeros(5), torch.zeros(5), torch.ones(5)
-segment = kernels.AdamSegment(0, 5, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
+segment = kernels.UpdateSegment(0, 5, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
 adam_in_torch(p, m, v, g, None, segment, 1.0)
 print(float((p - 0.9).abs().max()) < 1e-6, int(m.count_nonzero()))
 """

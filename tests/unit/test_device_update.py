@@ -273,7 +273,7 @@ def test_save_and_load_with_resident_states(tmp_path: Path) -> None:
 
 
 def fail_update(engine: Any) -> None:
-    engine._updates._lane = FailsOnce(engine._cpu_lane, "adam")
+    engine._updates._lane = FailsOnce(engine._cpu_lane, "update")
 
 
 def fail_commit(engine: Any) -> None:

@@ -156,7 +156,7 @@ def test_a_failed_update_is_an_error_wherever_its_values_are_needed(caplog: pyte
     model = tripping()
     with open_engine(model) as engine:
         engine.backward(loss_of(engine, 0))
-        engine._updates._lane = FailsOnce(engine._cpu_lane, "adam")
+        engine._updates._lane = FailsOnce(engine._cpu_lane, "update")
         engine.step()
         for need in (
             lambda: model[0].weight.norm(),

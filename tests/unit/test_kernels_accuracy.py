@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from offload_engine import kernels
-from offload_engine.kernels import AdamSegment, reference
+from offload_engine.kernels import UpdateSegment, reference
 
 KINDS = [*kernels.available_isas(), "numba"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [*range(1, 71), 4097, 1_000_003]
-ADAMW = AdamSegment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, True, False)
+ADAMW = UpdateSegment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, True, False)
 
 
 def backend_of(kind: str) -> kernels.Backend:
@@ -82,16 +82,16 @@ class State:
         working = None if self.working is None else copy(self.working)
         return State(copy(self.master), copy(self.exp_avg), copy(self.exp_avg_sq), copy(self.grad), working)
 
-    def step(self, lane: kernels.Lane, segments: list[AdamSegment], grad_scale: float = 1.0) -> State:
+    def step(self, lane: kernels.Lane, segments: list[UpdateSegment], grad_scale: float = 1.0) -> State:
         """Update a copy and return it."""
         new = self.clone()
-        lane.adam(new.master, new.exp_avg, new.exp_avg_sq, new.grad, new.working, segments, grad_scale).wait()
+        lane.update("adam", new.master, new.moments(), new.grad, new.working, segments, grad_scale).wait()
         return new
 
     def step_apart(
         self,
         lane: kernels.Lane,
-        segments: list[AdamSegment],
+        segments: list[UpdateSegment],
         grad_scale: float = 1.0,
         shift: int = 0,
         skew: int = 0,
@@ -109,8 +109,9 @@ class State:
         old = self.clone()
         working = None if self.working is None else empty(self.working)
         new = State(*(empty(t) for t in self.states()), self.grad, working)
-        lane.adam(
-            *self.states(), self.grad, self.working, segments, grad_scale, out=(*new.states(), working)
+        out = (new.master, new.moments(), working)
+        lane.update(
+            "adam", self.master, self.moments(), self.grad, self.working, segments, grad_scale, out=out
         ).wait()
         assert_same(self, old, "the inputs of an update out of place")
         assert same_bits(self.grad, old.grad)
@@ -118,6 +119,9 @@ class State:
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.master, self.exp_avg, self.exp_avg_sq
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.exp_avg, self.exp_avg_sq
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -187,7 +191,7 @@ def test_follows_torch_over_steps(kind, decoupled, betas, lanes):
             ours.grad = torch.randn(numel, generator=torch.Generator().manual_seed(step)) * 0.01
             theirs.grad = ours.grad.clone()
             plain.step()
-            segment = AdamSegment(0, numel, lr, *betas, 1e-8, weight_decay, step, decoupled, maximize)
+            segment = UpdateSegment(0, numel, lr, *betas, 1e-8, weight_decay, step, decoupled, maximize)
             ours = ours.step(lanes(kind), [segment])
             right, state = theirs.detach(), plain.state[theirs]
             for name in ("exp_avg", "exp_avg_sq"):

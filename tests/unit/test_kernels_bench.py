@@ -59,8 +59,8 @@ def test_the_bytes_loop_touches_every_array():
         for prefetch in (False, True):
             p, m, v, g = (torch.full((numel,), value) for value in (1.0, 2.0, 3.0, 0.5))
             w = torch.zeros(numel, dtype=torch.bfloat16)
-            segment = kernels.AdamSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
-            lane.adam_bytes(p, m, v, g, w, [segment], 2.0, prefetch).wait()
+            segment = kernels.UpdateSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
+            lane.update_bytes("adam", p, (m, v), g, w, [segment], 2.0, prefetch=prefetch).wait()
             for tensor, value in ((p, 2.0), (m, 2.5), (v, 3.5), (w, 2.0), (g, 0.5)):
                 assert tensor.eq(value).all()
     lane.close()

@@ -15,9 +15,9 @@ import torch
 
 from offload_engine import kernels
 from offload_engine.errors import BuildError, ConfigError, KernelError
-from offload_engine.kernels import AdamSegment, api
+from offload_engine.kernels import UpdateSegment, api
 
-SEGMENT = AdamSegment(0, 8, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
+SEGMENT = UpdateSegment(0, 8, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
 
 
 @pytest.fixture(params=["native", "numba"])
@@ -30,6 +30,10 @@ def lane(backend) -> Iterator[kernels.Lane]:
     one = backend.Lane("lane")
     yield one
     one.close()
+
+
+def update(lane, master, exp_avg, exp_avg_sq, grad, working=None) -> kernels.Event:
+    return lane.update("adam", master, (exp_avg, exp_avg_sq), grad, working, [SEGMENT])
 
 
 def test_load_picks_the_best_and_takes_names():
@@ -92,15 +96,15 @@ def test_signatures_take_the_interface_s_names(lane):
         lane.convert(dst=x.half(), src=x, after=()),
         lane.accumulate(acc_fp32=x.clone(), src=x, after=()),
         lane.square_sums(src=x, spans=[(0, 8)], out_f64=out, after=()),
-        lane.adam(
-            master=x.clone(), exp_avg=x.clone(), exp_avg_sq=x.clone(), grad=x, working=None, segments=[SEGMENT],
+        lane.update(
+            rule="adam", master=x.clone(), states=(x.clone(), x.clone()), grad=x, working=None, segments=[SEGMENT],
             grad_scale=1.0, after=(), out=None,
         ),
     ]  # fmt: skip
     assert all(event.wait(timeout_s=10.0) and event.done() for event in events)
     assert [event.nbytes for event in events] == [32, 32, 16 + 32, 96, 32, 8 * 28]
     assert out.item() == 8.0
-    for name in ("copy", "move", "convert", "accumulate", "square_sums", "adam"):
+    for name in ("copy", "move", "convert", "accumulate", "square_sums", "update"):
         assert inspect.getdoc(getattr(api.Lane, name))
 
 
@@ -118,13 +122,13 @@ def test_signatures_take_the_interface_s_names(lane):
     ],
     ids=["double", "integer", "strided", "size", "meta", "sparse", "list"],
 )
-def test_adam_refuses_wrong_tensors(lane, role, bad, words):
+def test_updates_refuse_wrong_tensors(lane, role, bad, words):
     tensors = {name: torch.ones(8) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "working")}
     tensors[role] = bad
     with pytest.raises(KernelError, match=words) as caught:
-        lane.adam(**tensors, segments=[SEGMENT])
+        update(lane, **tensors)
     named = caught.value.args[0]
-    assert named.startswith("adam: ") and (role in named or (role == "master" and words == "elements"))
+    assert named.startswith("update: ") and (role in named or (role == "master" and words == "elements"))
 
 
 @pytest.mark.parametrize("role", ["master", "exp_avg", "exp_avg_sq"])
@@ -132,7 +136,7 @@ def test_states_must_be_float32(lane, role):
     tensors = {name: torch.ones(8) for name in ("master", "exp_avg", "exp_avg_sq", "grad")}
     tensors[role] = tensors[role].bfloat16()
     with pytest.raises(KernelError, match=f"{role} is bfloat16. It must be float32"):
-        lane.adam(**tensors, working=None, segments=[SEGMENT])
+        update(lane, **tensors)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +151,13 @@ def test_states_must_be_float32(lane, role):
         ({"beta2": -0.1}, r"must be in \[0, 1\)"),
     ],
 )
-def test_adam_refuses_wrong_segments(lane, change, words):
+def test_updates_refuse_wrong_segments(lane, change, words):
     tensors = [torch.ones(8) for _ in range(4)]
     with pytest.raises(KernelError, match=words):
-        lane.adam(*tensors, None, [SEGMENT._replace(**change)])
+        lane.update("adam", tensors[0], tensors[1:3], tensors[3], None, [SEGMENT._replace(**change)])
     with pytest.raises(KernelError, match="overlap at element 7"):
-        lane.adam(*tensors, None, [SEGMENT, SEGMENT._replace(offset_numel=7, numel=1)])
+        twice = [SEGMENT, SEGMENT._replace(offset_numel=7, numel=1)]
+        lane.update("adam", tensors[0], tensors[1:3], tensors[3], None, twice)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +171,19 @@ def test_adam_refuses_wrong_segments(lane, change, words):
         ({3: None}, "working_out is None, working is not. Pass both or neither"),
     ],
 )
-def test_adam_refuses_wrong_outputs(lane, change, words):
+def test_updates_refuse_wrong_outputs(lane, change, words):
     inputs = [torch.ones(8) for _ in range(4)]
     out = {0: torch.zeros(8), 1: torch.zeros(8), 2: torch.zeros(8), 3: torch.zeros(8).bfloat16()}
-    with pytest.raises(KernelError, match=f"adam: {words}"):
-        lane.adam(*inputs, torch.ones(8).bfloat16(), [SEGMENT], out=tuple((out | change).values()))
+    inputs = ("adam", inputs[0], inputs[1:3], inputs[3])
+    bad = out | change
+    with pytest.raises(KernelError, match=f"update: {words}"):
+        lane.update(*inputs, torch.ones(8).bfloat16(), [SEGMENT], out=(bad[0], (bad[1], bad[2]), bad[3]))
     with pytest.raises(KernelError, match="working is None, working_out is not. Pass both or neither"):
-        lane.adam(*inputs, None, [SEGMENT], out=tuple(out.values()))
-    with pytest.raises(KernelError, match="out is not a tuple of four"):
-        lane.adam(*inputs, None, [SEGMENT], out=tuple(out.values())[:3])
+        lane.update(*inputs, None, [SEGMENT], out=(out[0], (out[1], out[2]), out[3]))
+    with pytest.raises(KernelError, match="out is not a tuple of three"):
+        lane.update(*inputs, None, [SEGMENT], out=(out[0], (out[1], out[2])))
+    with pytest.raises(KernelError, match="1 outputs for 2 states"):
+        lane.update(*inputs, None, [SEGMENT], out=(out[0], (out[1],), None))
 
 
 def test_copies_and_conversions_refuse_mismatches(lane):
@@ -215,7 +224,7 @@ def test_copies_move_any_dtype(lane, dtype):
 
 def test_parameters_that_require_gradients_are_taken_as_memory(lane):
     parameter = torch.nn.Parameter(torch.ones(8))
-    lane.adam(parameter, torch.zeros(8), torch.zeros(8), torch.ones(8), None, [SEGMENT]).wait()
+    lane.update("adam", parameter, (torch.zeros(8), torch.zeros(8)), torch.ones(8), None, [SEGMENT]).wait()
     assert parameter.requires_grad and parameter.is_leaf and parameter.detach().lt(1).all()
 
 

@@ -156,11 +156,13 @@ def test_an_update_out_of_place_is_committed_by_a_move(lane, slabs):
     right = [t.clone() for t in state]
     user = state[0].numpy()
     grad = torch.randn(numel)
-    segment = kernels.AdamSegment(5, numel - 9, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, True, False)
-    lane.adam(*right, grad, None, [segment]).wait()
+    segment = kernels.UpdateSegment(5, numel - 9, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1, True, False)
+    lane.update("adam", right[0], right[1:], grad, None, [segment]).wait()
     for _ in range(3):
         old = [t.clone() for t in state]
-        done = lane.adam(*state, grad, None, [segment], out=(*spare, None))
+        done = lane.update(
+            "adam", state[0], state[1:], grad, None, [segment], out=(spare[0], tuple(spare[1:]), None)
+        )
         lane.move(state, spare, after=[done]).wait()
         assert all(torch.equal(a, b) for a, b in zip(state, right, strict=True))
         assert torch.equal(torch.from_numpy(user), right[0])

@@ -57,8 +57,8 @@ def test_events_have_times_of_the_monotonic_clock(backend, lane):
 
 def _ranked(lane: kernels.Lane, rank: int, after: list[kernels.Event]) -> kernels.Event:
     tensors = [torch.zeros(64) for _ in range(4)]
-    segment = kernels.AdamSegment(0, 64, 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, False)
-    return lane.adam(*tensors, None, [segment], after=after, rank=rank)
+    segment = kernels.UpdateSegment(0, 64, 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, False)
+    return lane.update("adam", tensors[0], tensors[1:3], tensors[3], None, [segment], after=after, rank=rank)
 
 
 def test_a_lane_that_is_not_ordered_takes_the_lowest_rank_that_can_start():

@@ -180,7 +180,7 @@ def test_a_forward_waits_for_updates_bucket_by_bucket() -> None:
         last = LateLane(engine._cpu_lane, (0.15, 0.15))
         lanes = iter([engine._cpu_lane] * 5 + [last])
         engine._updates._lane = SimpleNamespace(
-            adam=lambda *args, **kwargs: next(lanes).adam(*args, **kwargs)
+            update=lambda *args, **kwargs: next(lanes).update(*args, **kwargs)
         )
         engine.step()
         pending = [bucket.pending_update for bucket in engine._buckets]
