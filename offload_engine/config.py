@@ -24,9 +24,12 @@ __all__ = [
     "EngineConfig",
     "LinksConfig",
     "LossScaleConfig",
+    "MasterLayout",
+    "MomentsLayout",
     "ThreadsConfig",
     "apply_overrides",
     "build",
+    "check_master_layout",
     "format_bytes",
     "parse_bytes",
     "read_toml",
@@ -34,6 +37,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+MasterLayout = Literal["fp32", "split", "split24", "none"]
+MomentsLayout = Literal["fp32", "bf16", "bf16_stochastic", "int8"]
 
 _UNITS = {
     "b": 1,
@@ -177,8 +183,18 @@ class EngineConfig:
     host_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
     """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Compute dtype of parameters. Masters and moments are always fp32; in fp32 the host copy is the master.
+    """Compute dtype of parameters. In fp32 the host copy is the master.
     Normalisations with fp32 running statistics (BatchNorm) compute in fp32 beside them. "fp16" scales the loss."""
+    master_layout: MasterLayout = "fp32"
+    """How masters are kept beside a bf16 working copy. "split": the working copy and a 16-bit remainder, the exact fp32
+    master. "split24": an 8-bit remainder. "none": the bf16 value itself is updated. A param group's key
+    "master_layout" overrides it; parameters that compute in fp32 keep fp32 masters."""
+    moments_layout: MomentsLayout = "fp32"
+    """How optimizer states are kept. "bf16", rounded to nearest or ("bf16_stochastic") by chance drawn from parameter
+    and step; "int8": 8-bit codes with one scale per 256 elements. A param group's key "moments_layout" overrides it."""
+    gradients: Literal["keep", "release"] = "keep"
+    """"release": no host gradients. Each bucket is updated during backward as its gradients land; `p.grad` is None
+    afterwards, and `step()` ends the step. Needs one backward per step, no clipping, no fp16, updates on the CPU."""
     cast_inputs: bool = True
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
     bucket_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
@@ -247,6 +263,53 @@ class EngineConfig:
             raise ConfigError(f"micro_batches is {self.micro_batches}; it must be 1 or more, or None.")
         if self.timeline_events < 1000:
             raise ConfigError(f"timeline_events is {self.timeline_events}; the ring needs at least 1000.")
+        check_master_layout(self.master_layout, self.precision, "master_layout")
+        if self.gradients == "release":
+            self._check_release()
+
+    def _check_release(self) -> None:
+        """Refuse what needs gradients after they were used, or an update elsewhere than on the CPU in place."""
+        found = {
+            f"max_grad_norm = {self.max_grad_norm}": (
+                self.max_grad_norm is not None,
+                "the norm is known only when all gradients are there",
+            ),
+            "precision = 'fp16'": (
+                self.precision == "fp16",
+                "an overflow is known only when all gradients are there",
+            ),
+            f"micro_batches = {self.micro_batches}": (
+                (self.micro_batches or 1) > 1,
+                "there is nowhere to add gradients up",
+            ),
+            "update_timing = 'during_backward'": (
+                self.update_timing == "during_backward",
+                "released gradients are used during backward anyway, in place and without spare slabs: 'under_forward'",
+            ),
+            f"device_share = {self.device_share}": (self.device_share > 0, "the update runs on the CPU"),
+            f"resident_states = {self.resident_states}": (
+                self.resident_states is not None,
+                "the update runs on the CPU",
+            ),
+        }
+        for what, (is_set, why) in found.items():
+            if is_set:
+                raise ConfigError(
+                    f"gradients = 'release' does not go with {what}: {why}. Take it away, or use gradients = 'keep'."
+                )
+
+
+def check_master_layout(layout: str, precision: str, where: str) -> None:
+    """Refuse a master that is made of a bf16 working copy where there is none.
+
+    Raises:
+        ConfigError: with the precision found.
+    """
+    if layout != "fp32" and precision != "bf16":
+        raise ConfigError(
+            f"{where} is {layout!r}, which is made of a bf16 working copy, but precision is {precision!r}. "
+            f"Set precision = 'bf16', or {where} = 'fp32'."
+        )
 
 
 def _check_types(config: Any) -> None:

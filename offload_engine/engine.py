@@ -17,6 +17,7 @@ from torch import nn
 from offload_engine import kernels
 from offload_engine.buckets import (
     Bucket,
+    assign_states,
     check_budget,
     default_bucket_bytes,
     discover,
@@ -31,6 +32,7 @@ from offload_engine.device import Device, open_device
 from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
+from offload_engine.kernels.codecs import STATE_KEYS
 from offload_engine.optim import (
     DeviceUpdates,
     OffloadOptimizer,
@@ -38,8 +40,6 @@ from offload_engine.optim import (
     UpdatePipeline,
     check_optimizer,
     check_states,
-    clip_factor,
-    scale_gradients,
 )
 from offload_engine.plan import StepPlan
 from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, setup_lines, spared_buckets
@@ -112,6 +112,7 @@ class OffloadEngine:
         registry = discover(model, optimizer.param_groups, precision)
 
         refuse_wrapped(registry)
+        assign_states(registry, config, lambda group: STATE_KEYS["adam"])
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
         offloaded = offloadable(model, config.activation_modules) if offloads else {}
@@ -376,14 +377,8 @@ class OffloadEngine:
         self._check_open()
         with _no_modes():
             self._streamer.settle()
-            entries = self._gradients.settle()
-            norm = self._stepper.norm_of(entries)
-            factor = clip_factor(norm, float(max_norm))
-            if factor != 1.0:
-                for index in {entry.bucket_index for entry in entries}:
-                    self._updates.wait_bucket(self._buckets[index])
-                scale_gradients(self._gradients, entries, factor)
-            return torch.tensor(self._stepper.keep_norm(norm), dtype=torch.float64)
+            norm = self._stepper.clip(float(max_norm), self._updates)
+            return torch.tensor(norm, dtype=torch.float64)
 
     @property
     def grad_norm(self) -> float:
@@ -430,6 +425,12 @@ class OffloadEngine:
 
     # Whole values.
 
+    def _settle_values(self) -> None:
+        """Have every value on the host, with what users wrote."""
+        self._streamer.settle()
+        self._external.sweep()
+        self._updates.wait()
+
     @contextmanager
     def full_parameters(self, names: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Give the master value of every parameter by global name, to read and to write.
@@ -446,9 +447,7 @@ class OffloadEngine:
         """
         self._check_open()
         with _no_modes():
-            self._streamer.settle()
-            self._external.sweep()
-            self._updates.wait()
+            self._settle_values()
         with whole_values(self._registry, self._buckets, self._touched, names) as values:
             yield values
 
@@ -460,9 +459,7 @@ class OffloadEngine:
         """
         self._check_open()
         with _no_modes():
-            self._streamer.settle()
-            self._external.sweep()
-            self._updates.wait()
+            self._settle_values()
             facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
             if self._stepper.scaler is not None:
                 facts["loss_scale"] = self._stepper.scaler.state()

@@ -10,15 +10,19 @@ from offload_engine.buckets.layout import (
     plan_layout,
 )
 from offload_engine.buckets.registry import ParameterEntry, Registry, Unit, discover
+from offload_engine.buckets.states import LAYOUT_KEYS, StateLayout, assign_states
 
 __all__ = [
+    "LAYOUT_KEYS",
     "Bucket",
     "BucketLayout",
     "ParameterEntry",
     "Registry",
     "Residency",
     "Shard",
+    "StateLayout",
     "Unit",
+    "assign_states",
     "check_budget",
     "default_bucket_bytes",
     "discover",

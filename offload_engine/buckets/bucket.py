@@ -13,7 +13,7 @@ from offload_engine.buckets.registry import ParameterEntry
 from offload_engine.device import Device, Transfer
 from offload_engine.errors import KernelError
 from offload_engine.host import SlabAllocator
-from offload_engine.kernels import Event
+from offload_engine.kernels import Event, codecs
 
 __all__ = ["Bucket", "Residency", "state_bytes"]
 
@@ -31,27 +31,31 @@ class Residency(enum.Enum):
     """On the device as well."""
 
 
-def state_bytes(layout: BucketLayout) -> int:
-    """Return the bytes of training state of a bucket: working copy, master, moments, gradient (DESIGN section 11)."""
-    working = layout.nbytes
-    if not layout.trainable:
-        return working
-    gradient = working
-    if not layout.optimized:
-        return working + gradient
-    master = 0 if layout.dtype is torch.float32 else 4 * layout.numel
-    return working + gradient + master + 8 * layout.numel
+def state_bytes(layout: BucketLayout, *, keeps_gradient: bool = True) -> int:
+    """Return the bytes of training state of a bucket: working copy, master, states, gradient (DESIGN section 11)."""
+    gradient = layout.nbytes if layout.trainable and (keeps_gradient or not layout.optimized) else 0
+    return layout.nbytes + gradient + sum(dtype.itemsize * numel for dtype, numel in layout.arrays.values())
 
 
 class Bucket:
     """One run of parameters.
 
     Owns: slabs for working copy and gradient (pinned where the device can), for the master unless the working copy is
-    fp32 and so is the master itself, and for both moments; one device buffer.
+    the master itself, and for the update rule's states; one device buffer.
+
+    Args:
+        pin_states: whether masters and states are copied to the device.
+        keeps_gradient: False: gradients of what an optimizer updates land elsewhere, and `grad` is None.
     """
 
     def __init__(
-        self, layout: BucketLayout, slabs: SlabAllocator, device: Device, *, pin_states: bool = False
+        self,
+        layout: BucketLayout,
+        slabs: SlabAllocator,
+        device: Device,
+        *,
+        pin_states: bool = False,
+        keeps_gradient: bool = True,
     ) -> None:
         self.layout = layout
         self.index = layout.index
@@ -60,32 +64,33 @@ class Bucket:
         self.numel = layout.numel
         self.nbytes = layout.nbytes
         # Each array in a slab of its own: whoever saves a tensor saves its whole storage, and that is then no more than
-        # the bucket's values, without gradients or moments beside them.
+        # the bucket's values, without gradients or states beside them.
         self.slabs: dict[str, torch.Tensor] = {}
         self.pinned: set[str] = set()
         """Kinds of slabs that the device has registered: their pages must stay where they are."""
         self._pins = device.pin is not None
 
-        def take(kind: str, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        def take(kind: str, dtype: torch.dtype, numel: int, *, pinned: bool) -> torch.Tensor:
             name = f"{kind} of bucket {self.name}"
-            slab = slabs.allocate(name, self.numel * dtype.itemsize, pinned=pinned)
+            slab = slabs.allocate(name, numel * dtype.itemsize, pinned=pinned)
             self.slabs[kind] = slab
             if pinned and self._pins:
                 self.pinned.add(kind)
             return slab.view(dtype)
 
-        self.working = take("working copy", layout.dtype, pinned=True)
-        self.grad = take("gradient", layout.dtype, pinned=True) if layout.trainable else None
+        self.working = take("working copy", layout.dtype, self.numel, pinned=True)
+        keeps_gradient = layout.trainable and (keeps_gradient or not layout.optimized)
+        self.grad = take("gradient", layout.dtype, self.numel, pinned=True) if keeps_gradient else None
         self.accumulator: torch.Tensor | None = None
         """fp32 gradient sum of a bf16 bucket, allocated when a second micro-batch arrives."""
-        self.master: torch.Tensor | None = None
-        self.exp_avg: torch.Tensor | None = None
-        self.exp_avg_sq: torch.Tensor | None = None
-        if layout.optimized:
-            is_own_master = layout.dtype is torch.float32
-            self.master = self.working if is_own_master else take("master", torch.float32, pinned=pin_states)
-            self.exp_avg = take("exp_avg", torch.float32, pinned=pin_states)
-            self.exp_avg_sq = take("exp_avg_sq", torch.float32, pinned=pin_states)
+        arrays = {
+            kind: take(kind, dtype, numel, pinned=pin_states)
+            for kind, (dtype, numel) in layout.arrays.items()
+        }
+        self.master = arrays.pop("master", self.working) if layout.optimized else None
+        """fp32, or what the layout keeps beside the working copy; the working copy itself if that is the master."""
+        self.states = arrays
+        """The update rule's states, by torch's names, in the rule's order."""
 
         self.buffer = device.new_buffer(f"bucket {self.name}", self.nbytes)
         self.device_flat: torch.Tensor = torch.empty(0)
@@ -106,7 +111,7 @@ class Bucket:
         self.gradient_ready: list[Event] = []
         """What an update of the present gradient comes after: its copy to the host, and its sums."""
         self.state_writes = 0
-        """Counts writes to masters and moments by somebody outside."""
+        """Counts writes to masters and states by somebody outside."""
         self.elsewhere: dict[str, Callable[[], None]] = {}
         """Kind of slab -> brings its present values back to the host, where the device has newer ones."""
         self.spare: dict[str, torch.Tensor] = {}
@@ -136,16 +141,24 @@ class Bucket:
 
     @property
     def state_arrays(self) -> dict[str, torch.Tensor]:
-        """Return what an update writes, by kind: working copy, master if that is another, and both moments."""
-        assert self.master is not None and self.exp_avg is not None and self.exp_avg_sq is not None
-        arrays = {"working copy": self.working}
-        if not self.is_own_master:
-            arrays["master"] = self.master
-        return {**arrays, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        """Return what an update writes, by kind: working copy, master if that is another, and the states."""
+        assert self.master is not None
+        masters = {} if self.is_own_master else {"master": self.master}
+        return {"working copy": self.working, **masters, **self.states}
+
+    @property
+    def exp_avg(self) -> torch.Tensor | None:
+        """Return the state of that name."""
+        return self.states.get("exp_avg")
+
+    @property
+    def exp_avg_sq(self) -> torch.Tensor | None:
+        """Return the state of that name."""
+        return self.states.get("exp_avg_sq")
 
     @property
     def spare_bytes(self) -> int:
-        """Return the host bytes that `take_spare` takes: 12 per element, 14 with a working copy of its own."""
+        """Return the host bytes that `take_spare` takes: those of the arrays that an update writes."""
         return sum(array.nbytes for array in self.state_arrays.values()) if self.layout.optimized else 0
 
     def take_spare(self, slabs: SlabAllocator) -> None:
@@ -170,8 +183,13 @@ class Bucket:
 
     @property
     def is_own_master(self) -> bool:
-        """Whether the working copy is the master (fp32)."""
+        """Whether the working copy is the master: in fp32, and where the layout has none."""
         return self.master is self.working
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a master is made of the working copy and a remainder: who writes one must write the other."""
+        return self.master is not None and self.master.dtype in (torch.int16, torch.int8)
 
     def adopt(self, device: Device) -> None:
         """Copy the parameters' present values into the slabs, make all views, and point the parameters at the host."""
@@ -185,9 +203,10 @@ class Bucket:
             if self.grad is not None:
                 entry.grad_view = self.host_view(entry, self.grad)
             source = entry.param.data
-            entry.host_view.copy_(source)
-            if self.master is not None and not self.is_own_master:
-                self.host_view(entry, self.master).copy_(source)
+            if self.master is None or self.is_own_master:
+                entry.host_view.copy_(source)
+            else:
+                self.write_master(entry, source)
             grad = entry.param.grad
             entry.param.grad = None
             entry.param.data = entry.host_view
@@ -212,3 +231,65 @@ class Bucket:
     def span(self, entry: ParameterEntry, flat: torch.Tensor) -> torch.Tensor:
         """Return the same part as a 1-D run of `span_numel` elements in storage order."""
         return flat[entry.offset_numel : entry.offset_numel + entry.span_numel]
+
+    # Values by element, whatever the layout. Nobody else may be writing them.
+
+    def read_master(self, entry: ParameterEntry) -> torch.Tensor:
+        """Return the master of `entry` in its shape: fp32, a view where the array is that, else a decoded copy.
+
+        A parameter without an optimizer has its working copy, in the working dtype.
+        """
+        if self.master is None:
+            return entry.host_view
+        if self.master.dtype is torch.float32:
+            return entry.host_view if self.is_own_master else self.host_view(entry, self.master)
+        with _no_dispatch(), torch.no_grad():
+            values = codecs.read_master(self.master, self.working, entry.offset_numel, entry.span_numel)
+            return values.as_strided(entry.shape, entry.stride)
+
+    def write_master(self, entry: ParameterEntry, value: torch.Tensor) -> None:
+        """Make master and working copy of `entry` hold `value`, of any dtype; the working copy is its rounding."""
+        with _no_dispatch(), torch.no_grad():
+            if self.master is None or self.is_own_master:
+                entry.host_view.copy_(value)
+            elif self.master.dtype is torch.float32:
+                self.host_view(entry, self.master).copy_(value)
+                entry.host_view.copy_(value)
+            else:
+                codecs.write_master(_run(entry, value), self.master, self.working, entry.offset_numel)
+
+    def read_state(self, entry: ParameterEntry, key: str) -> torch.Tensor:
+        """Return a state of `entry` in the parameter's shape: fp32, a view where the array is that, else a copy."""
+        array = self.states[key]
+        if array.dtype is torch.float32:
+            return self.host_view(entry, array)
+        root = key in codecs.ROOT_KEYS
+        with _no_dispatch(), torch.no_grad():
+            values = codecs.read_state(array, self.numel, entry.offset_numel, entry.span_numel, root=root)
+            return values.as_strided(entry.shape, entry.stride)
+
+    def write_state(self, entry: ParameterEntry, key: str, value: torch.Tensor | float) -> None:
+        """Make a state of `entry` hold `value`, a tensor in the parameter's shape or one number, in its layout."""
+        with _no_dispatch(), torch.no_grad():
+            if not isinstance(value, torch.Tensor):
+                value = torch.full((), float(value)).expand(entry.shape)
+            array = self.states[key]
+            if array.dtype is torch.float32:
+                self.host_view(entry, array).copy_(value)
+            else:
+                root = key in codecs.ROOT_KEYS
+                codecs.write_state(_run(entry, value), array, self.numel, entry.offset_numel, root=root)
+
+
+def _run(entry: ParameterEntry, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` in fp32 as a 1-D run in the entry's storage order; copies only if it must."""
+    if (
+        value.dtype is torch.float32
+        and value.device.type == "cpu"
+        and entry.dense
+        and value.stride() == entry.stride
+    ):
+        return value.detach().as_strided((entry.span_numel,), (1,))
+    run = torch.zeros(entry.span_numel)
+    run.as_strided(entry.shape, entry.stride).copy_(value)
+    return run

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from offload_engine.buckets.registry import ParameterEntry, Registry, Unit
+from offload_engine.buckets.states import ALIGN_NUMEL, StateLayout
 from offload_engine.config import format_bytes
 from offload_engine.errors import DeviceMemoryError
 
-__all__ = ["ALIGN_NUMEL", "BucketLayout", "Shard", "check_budget", "need_beside", "plan_layout"]
-
-ALIGN_NUMEL = 32
-"""Every parameter starts at a multiple of this many elements: 64 bytes even at 2 bytes per element."""
+__all__ = ["BucketLayout", "Shard", "check_budget", "default_bucket_bytes", "need_beside", "plan_layout"]
 
 MIN_BUCKET_BYTES = 64 * 2**10
 MAX_BUCKET_BYTES = 64 * 2**20
@@ -50,13 +48,26 @@ class BucketLayout:
     entries: list[ParameterEntry]
     unit_names: list[str]
     numel: int
-    """Elements, padding included; a multiple of ALIGN_NUMEL x world."""
+    """Elements, padding included; a multiple of `align_numel` x world."""
     shard: Shard
+    states: StateLayout = dataclasses.field(default_factory=StateLayout)
+    state_keys: tuple[str, ...] = ()
+    """The update rule's states, by torch's names."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the working copy."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def align_numel(self) -> int:
+        """Every parameter starts at a multiple of this many elements."""
+        return self.states.align_numel if self.state_keys else ALIGN_NUMEL
+
+    @property
+    def arrays(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Masters and states beside the working copy: kind -> (dtype, elements). None without an optimizer."""
+        return self.states.arrays(self.dtype, self.state_keys, self.numel) if self.optimized else {}
 
     def title(self) -> str:
         """Return the bucket's number and modules, for messages."""
@@ -80,8 +91,9 @@ def plan_layout(
 ) -> list[BucketLayout]:
     """Put every parameter into one bucket, in order of registration; fills in the entries' bucket and offset.
 
-    A bucket holds one dtype and is wholly trainable or not. A unit's own parameters stay together. The parameters of
-    a unit that contains other units get buckets of their own, since they are held while the others come and go.
+    A bucket holds one dtype, is wholly trainable or not, and has one layout of the same states. A unit's own
+    parameters stay together. The parameters of a unit that contains other units get buckets of their own, since they
+    are held while the others come and go.
     """
     layouts: list[BucketLayout] = []
     open_layouts: dict[object, BucketLayout] = {}
@@ -96,14 +108,16 @@ def plan_layout(
                     entry.working_dtype,
                     entry.trainable,
                     entry.group is not None,
+                    entry.states,
+                    entry.state_keys,
                     home,
                 )
                 by_key.setdefault(key, []).append(entry)
         for key, entries in by_key.items():
-            wanted = sum(_padded(entry.span_numel) for entry in entries)
+            first = entries[0]
             layout = open_layouts.get(key)
+            wanted = 0 if layout is None else sum(_padded(e.span_numel, layout.align_numel) for e in entries)
             if layout is None or (layout.numel + wanted) * layout.dtype.itemsize > bucket_bytes:
-                first = entries[0]
                 layout = BucketLayout(
                     len(layouts),
                     first.working_dtype,
@@ -113,6 +127,8 @@ def plan_layout(
                     [],
                     0,
                     Shard(0, 1, 0, 0),
+                    first.states or StateLayout(),
+                    first.state_keys,
                 )
                 layouts.append(layout)
                 open_layouts[key] = layout
@@ -121,16 +137,16 @@ def plan_layout(
                 entry.bucket_index = layout.index
                 entry.offset_numel = layout.numel
                 layout.entries.append(entry)
-                layout.numel += _padded(entry.span_numel)
+                layout.numel += _padded(entry.span_numel, layout.align_numel)
     for layout in layouts:
-        step = ALIGN_NUMEL * world
+        step = layout.align_numel * world
         layout.numel = max(step, math.ceil(layout.numel / step) * step)
         layout.shard = Shard.of(layout.numel, rank, world)
     return layouts
 
 
-def _padded(numel: int) -> int:
-    return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL
+def _padded(numel: int, align_numel: int = ALIGN_NUMEL) -> int:
+    return math.ceil(numel / align_numel) * align_numel
 
 
 def check_budget(

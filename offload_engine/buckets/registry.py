@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload_engine.errors import StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from offload_engine.buckets.states import StateLayout
 
 __all__ = ["ParameterEntry", "Registry", "Unit", "discover"]
 
@@ -49,6 +52,12 @@ class ParameterEntry:
     """The optimizer's own param group dictionary; None when no optimizer updates this parameter."""
     step: torch.Tensor
     """fp32 scalar as torch keeps it: the number of updates applied. The only counter there is."""
+
+    # Filled in by `states`.
+    states: StateLayout | None = None
+    """How master and states are kept; None when no optimizer updates this parameter."""
+    state_keys: tuple[str, ...] = ()
+    """The states that the update rule keeps, by torch's names."""
 
     # Filled in by `bucket`.
     bucket_index: int = -1

@@ -69,7 +69,7 @@ class EarlyUpdates:
         if len(parts) != 1:  # gradients in two arrays: a second pass would take the first one's elements back
             return
         part = parts[0]
-        assert bucket.master is not None and bucket.exp_avg is not None and bucket.exp_avg_sq is not None
+        assert bucket.master is not None
         spare = bucket.spare
         own = bucket.is_own_master
         before = (
@@ -78,9 +78,9 @@ class EarlyUpdates:
         )  # the latter may be one in vain, into these spares
         after = [*bucket.gradient_ready, *(event for event in before if event is not None)]
         event = self._lane.update(
-            "adam",
+            part.rule,
             bucket.master,
-            (bucket.exp_avg, bucket.exp_avg_sq),
+            tuple(bucket.states.values()),
             part.grad,
             None if own else bucket.working,
             part.segments,
@@ -88,7 +88,7 @@ class EarlyUpdates:
             after,
             out=(
                 spare["working copy" if own else "master"],
-                (spare["exp_avg"], spare["exp_avg_sq"]),
+                tuple(spare[key] for key in bucket.states),
                 None if own else spare["working copy"],
             ),
             rank=rank,

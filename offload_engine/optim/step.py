@@ -15,7 +15,7 @@ import torch
 from offload_engine.buckets import ParameterEntry
 from offload_engine.config import EngineConfig
 from offload_engine.errors import StateError
-from offload_engine.optim.clipping import clip_factor, global_norm
+from offload_engine.optim.clipping import clip_factor, global_norm, scale_gradients
 from offload_engine.optim.groups import check_groups, settings_of
 from offload_engine.optim.loss_scale import LossScaler
 from offload_engine.optim.speculation import ClipHistory, StepTimes
@@ -115,6 +115,16 @@ class Stepper:
     def norm_of(self, entries: Sequence[ParameterEntry]) -> float:
         """Return the global 2-norm of the unscaled gradients."""
         return global_norm(self._gradients, entries) / self.loss_scale
+
+    def clip(self, max_norm: float, updates: UpdatePipeline) -> float:
+        """Scale the present gradients so that their norm is at most `max_norm`; return the norm before."""
+        entries = self._gradients.settle()
+        norm = self.norm_of(entries)
+        factor = clip_factor(norm, max_norm)
+        if factor != 1.0:
+            updates.wait_for(entries)
+            scale_gradients(self._gradients, entries, factor)
+        return self.keep_norm(norm)
 
     # The step.
 

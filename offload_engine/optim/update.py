@@ -188,7 +188,7 @@ class UpdatePipeline:
         self._changed(bucket)
 
     def _update_in_place(self, bucket: Bucket, parts: Sequence[Part], grad_scale: float) -> None:
-        assert bucket.master is not None and bucket.exp_avg is not None and bucket.exp_avg_sq is not None
+        assert bucket.master is not None
         working = None if bucket.is_own_master else bucket.working
         # What still reads or writes these arrays: the update before, one made ahead in vain, a fetch.
         fetch = None if bucket.transfer is None else bucket.transfer.event
@@ -196,9 +196,9 @@ class UpdatePipeline:
         before = [event for event in known if event is not None]
         for part in parts:
             event = self._lane.update(
-                "adam",
+                part.rule,
                 bucket.master,
-                (bucket.exp_avg, bucket.exp_avg_sq),
+                tuple(bucket.states.values()),
                 part.grad,
                 working,
                 part.segments,
@@ -252,6 +252,11 @@ class UpdatePipeline:
         if bucket.elsewhere:
             with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
                 bucket.bring_back(*(() if kind is None else (kind,)))
+
+    def wait_for(self, entries: Sequence[ParameterEntry]) -> None:
+        """Wait for the updates of these parameters."""
+        for index in {entry.bucket_index for entry in entries}:
+            self.wait_bucket(self._buckets[index])
 
     def wait(self) -> None:
         """Wait for every pending update, and have every value on the host."""

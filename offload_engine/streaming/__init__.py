@@ -2,12 +2,13 @@
 
 from offload_engine.streaming.activations import ActivationStore, offloadable
 from offload_engine.streaming.external import ExternalChanges, Touched
-from offload_engine.streaming.gradients import GradientStore, runs_of
+from offload_engine.streaming.gradients import GradientStore
 from offload_engine.streaming.hooks import Streamer
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.micro_batches import LossFunction, MicroBatches, MicroBatchOrder
 from offload_engine.streaming.order import UseOrder
 from offload_engine.streaming.residency import ResidencyManager
+from offload_engine.streaming.runs import runs_of
 from offload_engine.streaming.structures import map_tensors, moved
 
 __all__ = [

@@ -8,14 +8,13 @@ the user did to `param.grad` in between (None, scaled in place, another tensor) 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
-from offload_engine.buckets.layout import ALIGN_NUMEL
 from offload_engine.device import Device
 from offload_engine.errors import UnsupportedError
 from offload_engine.host import SlabAllocator
@@ -23,10 +22,11 @@ from offload_engine.kernels import Event, Lane
 from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
+from offload_engine.streaming.runs import runs_of
 from offload_engine.streaming.square_sums import SquareSums
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CAUSE_READ, CPU_GRADIENT, D2H
 
-__all__ = ["GradientStore", "runs_of"]
+__all__ = ["GradientStore"]
 
 _Item = tuple[ParameterEntry, torch.Tensor]
 _no_dispatch = torch._C._DisableTorchDispatch
@@ -40,23 +40,6 @@ def _references_when_alone() -> int:
 
 
 _ALONE = _references_when_alone()
-
-
-def runs_of(entries: Iterable[ParameterEntry]) -> list[tuple[int, int]]:
-    """Return (offset, numel) runs that cover the entries of one bucket, neighbours joined across their padding.
-
-    Padding holds nothing that anyone reads, so work on it is harmless and joins many small jobs into one.
-    """
-    runs: list[tuple[int, int]] = []
-    for entry in sorted(entries, key=lambda entry: entry.offset_numel):
-        if entry.span_numel == 0:
-            continue
-        start, end = entry.offset_numel, entry.offset_numel + entry.span_numel
-        if runs and start - (runs[-1][0] + runs[-1][1]) < ALIGN_NUMEL:
-            runs[-1] = (runs[-1][0], end - runs[-1][0])
-        else:
-            runs.append((start, end - start))
-    return runs
 
 
 class GradientStore:
