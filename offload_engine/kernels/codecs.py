@@ -12,6 +12,8 @@ and with the codes of second moments spaced evenly over the root, which is what 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 __all__ = [
@@ -172,7 +174,7 @@ def split_encode(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def split_decode(working: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Return the float32 masters."""
-    return torch.cat([_read_split(working, master, *part) for part in _chunks(working.numel())])
+    return _joined(_read_split(working, master, *part) for part in _chunks(working.numel()))
 
 
 def _write_split24(p: torch.Tensor, working: torch.Tensor, master: torch.Tensor, offset: int) -> None:
@@ -201,7 +203,7 @@ def split24_encode(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def split24_decode(working: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Return the float32 masters."""
-    return torch.cat([_read_split24(working, master, *part) for part in _chunks(working.numel())])
+    return _joined(_read_split24(working, master, *part) for part in _chunks(working.numel()))
 
 
 def _encoded_master(p: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,7 +285,7 @@ def signed8_encode(x: torch.Tensor) -> torch.Tensor:
 
 def signed8_decode(array: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the float32 values of an array for `numel` parameters."""
-    return torch.cat([_read8(array, numel, *part, root=False) for part in _chunks(numel)])
+    return _joined(_read8(array, numel, *part, root=False) for part in _chunks(numel))
 
 
 def root8_encode(x: torch.Tensor) -> torch.Tensor:
@@ -298,7 +300,7 @@ def root8_encode(x: torch.Tensor) -> torch.Tensor:
 
 def root8_decode(array: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the float32 values of an array for `numel` parameters."""
-    return torch.cat([_read8(array, numel, *part, root=True) for part in _chunks(numel)])
+    return _joined(_read8(array, numel, *part, root=True) for part in _chunks(numel))
 
 
 def _encoded_state(x: torch.Tensor, root: bool) -> torch.Tensor:
@@ -318,6 +320,11 @@ def _chunks(numel: int, offset: int = 0) -> list[tuple[int, int]]:
     return [(at, min(_CHUNK_NUMEL, end - at)) for at in range(offset, end, _CHUNK_NUMEL)] or [(offset, 0)]
 
 
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    decoded = list(parts)
+    return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+
+
 def read_master(master: torch.Tensor, working: torch.Tensor | None, offset: int, numel: int) -> torch.Tensor:
     """Return elements of the masters in float32: the memory itself where it is float32, else a decoded copy.
 
@@ -332,7 +339,7 @@ def read_master(master: torch.Tensor, working: torch.Tensor | None, offset: int,
         return master[part].float()
     assert working is not None
     read = _read_split if master.dtype == torch.int16 else _read_split24
-    return torch.cat([read(working, master, *chunk) for chunk in _chunks(numel, offset)])
+    return _joined(read(working, master, *chunk) for chunk in _chunks(numel, offset))
 
 
 def write_master(p: torch.Tensor, master: torch.Tensor, working: torch.Tensor | None, offset: int) -> None:
@@ -367,7 +374,7 @@ def read_state(array: torch.Tensor, numel: int, offset: int, count: int, *, root
         root: whether the state is one of ROOT_KEYS.
     """
     if array.dtype == torch.uint8:
-        return torch.cat([_read8(array, numel, *chunk, root=root) for chunk in _chunks(count, offset)])
+        return _joined(_read8(array, numel, *chunk, root=root) for chunk in _chunks(count, offset))
     part = array[offset : offset + count]
     return part if array.dtype == torch.float32 else part.float()
 

@@ -19,7 +19,7 @@ from offload_engine.buckets import Bucket
 from offload_engine.device import Device, DeviceBuffer, Transfer
 from offload_engine.errors import DeviceMemoryError, KernelError
 from offload_engine.kernels import Event
-from offload_engine.optim.device_rule import SCRATCH_BYTES_PER_ELEMENT, SCRATCH_NUMEL, adam_in_torch
+from offload_engine.kernels.in_torch import SCRATCH_BYTES_PER_ELEMENT, SCRATCH_NUMEL, update_in_torch
 from offload_engine.optim.segments import Part
 from offload_engine.streaming import LaneLog
 from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_READ, CAUSE_UPDATE, D2H, H2D
@@ -59,8 +59,8 @@ class _OnDevice:
         self.stamp: tuple[int, int] | None = None
         """(version, writes by others) of the host arrays that the states here are as new as, or newer."""
 
-    def allocate(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the array of a kind, in the bucket's size, with its memory taken.
+    def allocate(self, kind: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the array of a kind, of the size and dtype of the host's, with its memory taken.
 
         Raises:
             DeviceMemoryError: the budget does not hold it.
@@ -68,10 +68,10 @@ class _OnDevice:
         buffer = self.buffers.get(kind)
         if buffer is None:
             name = f"{kind} of bucket {self.bucket.name}"
-            buffer = self.buffers[kind] = self._device.new_buffer(name, self.bucket.numel * dtype.itemsize)
+            buffer = self.buffers[kind] = self._device.new_buffer(name, like.nbytes)
         buffer.allocate()
         if kind not in self.arrays:
-            self.arrays[kind] = buffer.view(dtype, 0, (self.bucket.numel,), (1,))
+            self.arrays[kind] = buffer.view(like.dtype, 0, (like.numel(),), (1,))
         return self.arrays[kind]
 
     def free(self, *kinds: str) -> None:
@@ -155,13 +155,13 @@ class DeviceUpdates:
             fresh |= {
                 kind: array
                 for kind, array in bucket.state_arrays.items()
-                if kind != "working copy" or bucket.is_own_master
+                if kind != "working copy" or bucket.is_own_master or bucket.is_split
             }
         found_there = place.stamp is not None
         while True:
             try:
                 for kind, array in {**bucket.state_arrays, **grads}.items():
-                    place.allocate(kind, array.dtype)
+                    place.allocate(kind, array)
                 break
             except DeviceMemoryError:
                 if not must or not self._wait_leaving():
@@ -199,19 +199,14 @@ class DeviceUpdates:
             torch.no_grad(),
             _no_dispatch(),
         ):  # its temporaries are kernel scratch, which the ledger leaves out
-            if working is not None and sum(s.numel for p in job.parts for s in p.segments) < bucket.numel:
+            covered = sum(s.numel for p in job.parts for s in p.segments)
+            if working is not None and not bucket.is_split and covered < bucket.numel:
                 working.copy_(master)  # what no segment covers goes back as it came
+            states = [place.arrays[key] for key in bucket.states]
             for part in job.parts:
+                grad = place.arrays[_kind_of(part)]
                 for segment in part.segments:
-                    adam_in_torch(
-                        master,
-                        place.arrays["exp_avg"],
-                        place.arrays["exp_avg_sq"],
-                        place.arrays[_kind_of(part)],
-                        working,
-                        segment,
-                        grad_scale,
-                    )
+                    update_in_torch(part.rule, master, states, grad, working, segment, grad_scale)
         self._log.busy(f"update {bucket.name}", bucket.index)
         self._start_back(job, place)
         self.updates += 1

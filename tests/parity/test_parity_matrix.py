@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine.kernels import UpdateSegment
-from offload_engine.optim import device_rule
+from offload_engine.kernels import UpdateSegment, in_torch
 from offload_engine.optim.update import UpdatePipeline
 from tests.parity import matrix
 from tests.parity.covering import de_bruijn, pairwise
@@ -193,15 +192,19 @@ def test_one_bit_is_seen() -> None:
 
 def test_a_fused_operation_on_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rounding less in one line of the device's rule: found, with the choice to run it again."""
-    real = device_rule._update
+    real = in_torch._adam
 
-    def fused(p: Any, m: Any, v: Any, grad: Any, working: Any, s: Any) -> None:
-        before = v.clone()
-        real(p, m, v, grad, working, s)
-        g = grad.float() * s.grad_scale
-        v.copy_(torch.addcmul(before * s.beta2, g, g, value=s.one_minus_beta2))
+    def fused(segment: Any, device: Any) -> Any:
+        apply = real(segment, device)
 
-    monkeypatch.setattr(device_rule, "_update", fused)
+        def update(p: Any, states: Any, g: Any) -> None:
+            before, grad = states[1].clone(), g.clone()
+            apply(p, states, g)
+            states[1].copy_(torch.addcmul(before * segment.beta2, grad, grad, value=1 - segment.beta2))
+
+        return update
+
+    monkeypatch.setitem(in_torch._RULES, "adam", fused)
     with pytest.raises(DifferenceError, match=r"after 2 steps: exp_avg_sq of .* differs.*\n  in .*share=1.0"):
         matrix.check({**PLAIN, "share": "1.0"})
 
