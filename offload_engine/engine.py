@@ -439,8 +439,8 @@ class OffloadEngine:
             names: only these; None: all. Tied names give the same tensor.
 
         Returns:
-            CPU tensors, views of the masters (fp32; a frozen parameter's working copy), valid inside the block. What
-            is written into them is the parameter's value after the block.
+            CPU tensors, the masters (fp32; a frozen parameter's working copy), valid inside the block: views, or
+            decoded copies of other state layouts. What is written into them is the parameter's value after the block.
 
         Raises:
             StateError: a name that the model does not have.
@@ -496,6 +496,7 @@ class OffloadEngine:
                     entry.param.data = entry.host_view
             self.steps = int(facts["steps"])
             self._updates.forget()
+            self._external.forget()
             if self._stepper.scaler is not None and "loss_scale" in facts:
                 self._stepper.scaler.load(facts["loss_scale"])
             restore_generators(generators, self.device.torch_device)

@@ -110,6 +110,8 @@ class Bucket:
         """The last update that reads the host gradient: the next gradient lands after it."""
         self.gradient_ready: list[Event] = []
         """What an update of the present gradient comes after: its copy to the host, and its sums."""
+        self.kept_working: torch.Tensor | None = None
+        """The working copy from before somebody outside wrote it; see `keep_working`."""
         self.state_writes = 0
         """Counts writes to masters and states by somebody outside."""
         self.elsewhere: dict[str, Callable[[], None]] = {}
@@ -191,6 +193,15 @@ class Bucket:
         """Whether a master is made of the working copy and a remainder: who writes one must write the other."""
         return self.master is not None and self.master.dtype in (torch.int16, torch.int8)
 
+    def keep_working(self) -> None:
+        """Keep what split masters are made of, before somebody outside writes into the working copy.
+
+        The remainders belong to these values: without them nobody could tell what the masters were.
+        """
+        if self.is_split and self.kept_working is None:
+            with _no_dispatch():
+                self.kept_working = self.working.clone()
+
     def adopt(self, device: Device) -> None:
         """Copy the parameters' present values into the slabs, make all views, and point the parameters at the host."""
         self.buffer.allocate()
@@ -234,24 +245,33 @@ class Bucket:
 
     # Values by element, whatever the layout. Nobody else may be writing them.
 
-    def read_master(self, entry: ParameterEntry) -> torch.Tensor:
+    def read_master(self, entry: ParameterEntry, working: torch.Tensor | None = None) -> torch.Tensor:
         """Return the master of `entry` in its shape: fp32, a view where the array is that, else a decoded copy.
 
         A parameter without an optimizer has its working copy, in the working dtype.
+
+        Args:
+            working: the bucket's working copy that split masters belong to; None: the present one.
         """
         if self.master is None:
             return entry.host_view
         if self.master.dtype is torch.float32:
             return entry.host_view if self.is_own_master else self.host_view(entry, self.master)
         with _no_dispatch(), torch.no_grad():
-            values = codecs.read_master(self.master, self.working, entry.offset_numel, entry.span_numel)
+            values = codecs.read_master(
+                self.master,
+                self.working if working is None else working,
+                entry.offset_numel,
+                entry.span_numel,
+            )
             return values.as_strided(entry.shape, entry.stride)
 
     def write_master(self, entry: ParameterEntry, value: torch.Tensor) -> None:
         """Make master and working copy of `entry` hold `value`, of any dtype; the working copy is its rounding."""
         with _no_dispatch(), torch.no_grad():
             if self.master is None or self.is_own_master:
-                entry.host_view.copy_(value)
+                if value is not entry.host_view:
+                    entry.host_view.copy_(value)
             elif self.master.dtype is torch.float32:
                 self.host_view(entry, self.master).copy_(value)
                 entry.host_view.copy_(value)

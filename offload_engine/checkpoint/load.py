@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_engine.buckets import Bucket, Registry
+from offload_engine.buckets import LAYOUT_KEYS, Bucket, Registry
 from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, resolve
 from offload_engine.checkpoint.save import (
     ENGINE_FILE,
@@ -34,7 +34,7 @@ def load_state(
     buckets: list[Bucket],
     groups: list[dict[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Fill parameters, masters, moments, counters, param group settings and buffers from a checkpoint.
+    """Fill parameters, masters, states, counters, param group settings and buffers from a checkpoint.
 
     Returns:
         The saved facts, and the generator states.
@@ -47,20 +47,21 @@ def load_state(
     _check_description(described)
     with (
         open_tensors(folder / MODEL_FILE) as model_file,
-        open_tensors(folder / OPTIMIZER_FILE) as moments_file,
+        open_tensors(folder / OPTIMIZER_FILE) as states_file,
         open_tensors(folder / GENERATOR_FILE) as generator_file,
     ):
         buffers = persistent_buffers(model)
         shapes = {entry.name: tuple(entry.shape) for entry in registry.entries}
         buffer_shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         _check(model_file, {**shapes, **buffer_shapes}, MODEL_FILE)
-        moment_shapes = {
+        state_shapes = {
             f"{entry.name}.{key}": tuple(entry.shape)
             for entry in registry.entries
             if entry.group is not None
-            for key in ("exp_avg", "exp_avg_sq")
+            for key in entry.state_keys
         }
-        _check(moments_file, moment_shapes, OPTIMIZER_FILE)
+        _check_rule(states_file, registry)
+        _check(states_file, state_shapes, OPTIMIZER_FILE)
         _check_counters(described, registry)
         saved_groups = described["param_groups"]
         _check_groups(saved_groups, groups, registry)
@@ -74,15 +75,9 @@ def load_state(
             for entry in registry.entries:
                 bucket = buckets[entry.bucket_index]
                 value = model_file.get(entry.name)
-                bucket.host_view(entry, bucket.working).copy_(value)
-                if bucket.master is not None and not bucket.is_own_master:
-                    bucket.host_view(entry, bucket.master).copy_(value)
-                if entry.group is not None:
-                    assert bucket.exp_avg is not None and bucket.exp_avg_sq is not None
-                    bucket.host_view(entry, bucket.exp_avg).copy_(moments_file.get(f"{entry.name}.exp_avg"))
-                    bucket.host_view(entry, bucket.exp_avg_sq).copy_(
-                        moments_file.get(f"{entry.name}.exp_avg_sq")
-                    )
+                bucket.write_master(entry, value)
+                for key in entry.state_keys:
+                    bucket.write_state(entry, key, states_file.get(f"{entry.name}.{key}"))
                 entry.step.fill_(described["parameters"][entry.name]["step"])
                 bucket.version += 1
                 torch.autograd.graph.increment_version(entry.param)
@@ -91,7 +86,7 @@ def load_state(
                 buffer.copy_(model_file.get(name))
     for group, saved in zip(groups, saved_groups, strict=True):
         for key, value in saved.items():
-            if key == "params":
+            if key == "params" or key in LAYOUT_KEYS:
                 continue
             present = group.get(key)
             if isinstance(present, torch.Tensor):
@@ -133,6 +128,22 @@ def _check(file: TensorFile, wanted: dict[str, tuple[int, ...]], label: str) -> 
         if file.shape(name) != shape:
             raise CheckpointError(
                 f"{label}: '{name}' has shape {file.shape(name)}, the model {shape}. Build the model as it was saved."
+            )
+
+
+def _check_rule(file: TensorFile, registry: Registry) -> None:
+    """Refuse the states of another update rule; a checkpoint holds no others than its rule keeps."""
+    saved: dict[str, list[str]] = {}
+    for label in file.keys():
+        name, _, key = label.rpartition(".")
+        saved.setdefault(name, []).append(key)
+    for entry in registry.entries:
+        found = saved.get(entry.name)
+        if found and entry.state_keys and sorted(found) != sorted(entry.state_keys):
+            raise CheckpointError(
+                f"{OPTIMIZER_FILE} holds {', '.join(found)} of '{entry.name}', the states of another update rule; "
+                f"the optimizer here keeps {', '.join(entry.state_keys)}. Build an optimizer of the class that it was "
+                f"saved with, or load the model's weights alone."
             )
 
 

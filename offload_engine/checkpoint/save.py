@@ -1,19 +1,21 @@
-"""Save the training state: masters, moments, counters, settings, buffers, generators. Called by `OffloadEngine.save`.
+"""Save the training state: masters, states, counters, settings, buffers, generators. Called by `OffloadEngine.save`.
 
 A folder with `model.safetensors` (fp32 masters, frozen parameters, persistent buffers, each under its global name),
-`optimizer.safetensors` ("<name>.exp_avg", "<name>.exp_avg_sq"), `generators.safetensors`, and `engine.json`.
+`optimizer.safetensors` (the update rule's states in fp32, "<name>.exp_avg" for example), `generators.safetensors`, and
+`engine.json`. The same whatever the state layout is: one tensor at a time is decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload_engine.buckets import Bucket, ParameterEntry, Registry
+from offload_engine.buckets import LAYOUT_KEYS, Bucket, Registry
 from offload_engine.checkpoint.format import TensorItem, atomic_directory, write_json, write_tensors
 
 __all__ = [
@@ -81,7 +83,7 @@ def save_state(
     }
     with atomic_directory(path) as folder:
         write_tensors(folder / MODEL_FILE, _model_items(model, registry, buckets))
-        write_tensors(folder / OPTIMIZER_FILE, _moment_items(registry, buckets))
+        write_tensors(folder / OPTIMIZER_FILE, _state_items(registry, buckets))
         write_tensors(
             folder / GENERATOR_FILE,
             [(name, state.dtype, state.shape, _giving(state)) for name, state in generators.items()],
@@ -96,32 +98,23 @@ def _giving(value: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key, value in group.items():
-        if key in ("params", "param_names"):
+        if key in ("params", "param_names", *LAYOUT_KEYS):
             continue
         plain[key] = value.item() if isinstance(value, torch.Tensor) else value
     return plain
 
 
-def master_of(entry: ParameterEntry, buckets: list[Bucket]) -> torch.Tensor:
-    """Return the best value that the engine has of a parameter: fp32 master, or a frozen one's working copy."""
-    bucket = buckets[entry.bucket_index]
-    return bucket.host_view(entry, bucket.working if bucket.master is None else bucket.master)
-
-
 def _model_items(model: nn.Module, registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
     for entry in registry.entries:
-        value = master_of(entry, buckets)
-        yield entry.name, value.dtype, value.shape, _giving(value)
+        bucket = buckets[entry.bucket_index]
+        dtype = bucket.layout.dtype if bucket.master is None else torch.float32
+        yield entry.name, dtype, entry.shape, partial(bucket.read_master, entry)
     for name, buffer in persistent_buffers(model).items():
         yield name, buffer.dtype, buffer.shape, _giving(buffer.detach().cpu())
 
 
-def _moment_items(registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
+def _state_items(registry: Registry, buckets: list[Bucket]) -> Iterator[TensorItem]:
     for entry in registry.entries:
         bucket = buckets[entry.bucket_index]
-        if entry.group is None:
-            continue
-        for key, flat in (("exp_avg", bucket.exp_avg), ("exp_avg_sq", bucket.exp_avg_sq)):
-            assert flat is not None
-            value = bucket.host_view(entry, flat)
-            yield f"{entry.name}.{key}", value.dtype, value.shape, _giving(value)
+        for key in entry.state_keys:
+            yield f"{entry.name}.{key}", torch.float32, entry.shape, partial(bucket.read_state, entry, key)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload_engine.buckets import Bucket, ParameterEntry, Registry
-from offload_engine.checkpoint.save import master_of
+from offload_engine.buckets import Bucket, Registry
 from offload_engine.errors import StateError
 from offload_engine.streaming import Touched
 
@@ -31,24 +30,28 @@ def whole_values(
         raise StateError(
             f"no parameter is named {unknown[0]!r}; names are those of model.named_parameters()."
         )
-    values = {name: master_of(by_name[name], buckets) for name in wanted}
-    before = {name: value._version for name, value in values.items()}
+    entries = list(dict.fromkeys(by_name[name] for name in wanted))
+    masters = {entry.index: buckets[entry.bucket_index].read_master(entry) for entry in entries}
+    before = {index: value._version for index, value in masters.items()}
     touched.states.clear()
     try:
-        yield values
+        yield {name: masters[by_name[name].index] for name in wanted}
     finally:
         written = touched.states | touched.values
-        for entry in dict.fromkeys(by_name[name] for name in wanted):
-            if entry.bucket_index in written or values[entry.name]._version != before[entry.name]:
-                _refresh(entry, buckets)
+        for entry in entries:
+            bucket, value = buckets[entry.bucket_index], masters[entry.index]
+            if bucket.master is not None and bucket.master.dtype is not torch.float32:
+                changed = not _same_bits(
+                    value, bucket.read_master(entry)
+                )  # a copy: nobody notes who writes it
+            else:
+                changed = entry.bucket_index in written or value._version != before[entry.index]
+            if changed:
+                bucket.write_master(entry, value)
+                bucket.version += 1
+                torch.autograd.graph.increment_version(entry.param)
+                entry.seen_version = entry.param._version
 
 
-def _refresh(entry: ParameterEntry, buckets: list[Bucket]) -> None:
-    """Make every copy derived from the master follow it."""
-    with torch.no_grad():
-        master = master_of(entry, buckets)
-        if master is not entry.host_view:
-            entry.host_view.copy_(master)
-    buckets[entry.bucket_index].version += 1
-    torch.autograd.graph.increment_version(entry.param)
-    entry.seen_version = entry.param._version
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))

@@ -32,10 +32,12 @@ class Touched:
         """Masters that are not the working copy, and moments."""
 
     def note(self, bucket: Bucket, kind: str) -> None:
-        """Note a write to one of the bucket's slabs (see `Bucket.slabs`)."""
+        """Note a write to one of the bucket's slabs (see `Bucket.slabs`). Called before it is made."""
         kinds = {"working copy": self.values, "gradient": self.gradients}
         if kind not in kinds:
             bucket.state_writes += 1
+        elif kind == "working copy":
+            bucket.keep_working()
         kinds.get(kind, self.states).add(bucket.index)
 
 
@@ -62,10 +64,18 @@ class ExternalChanges:
     def take_touched(self) -> None:
         """Take over what was written through aliases of working copies."""
         while self._touched.values:
-            for entry in self._buckets[self._touched.values.pop()].entries:
+            bucket = self._buckets[self._touched.values.pop()]
+            for entry in bucket.entries:
                 seen = entry.param._version if entry.uses == 0 else entry.seen_version
                 self.written(entry, entry.host_view)
                 entry.seen_version = seen  # what a unit in use has done on the device is noticed when it ends
+            bucket.kept_working = None
+
+    def forget(self) -> None:
+        """Drop what was noted of working copies: other values have taken their place."""
+        self._touched.values.clear()
+        for bucket in self._buckets:
+            bucket.kept_working = None
 
     def check(self, entry: ParameterEntry) -> None:
         """Take over what was done to one parameter that no unit uses now."""
@@ -130,16 +140,33 @@ class ExternalChanges:
         bucket = self._buckets[entry.bucket_index]
         with self._log.waiting_for(bucket.pending_update, CAUSE_READ, bucket.name, bucket.index):
             bucket.wait_update()
-        bucket.bring_back("master", "exp_avg", "exp_avg_sq")
+        bucket.bring_back("master", *bucket.states)
         with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
-            if value is not entry.host_view:
-                entry.host_view.copy_(value)
-            if bucket.master is not None and not bucket.is_own_master:
-                master = bucket.host_view(entry, bucket.master)
-                if value.dtype is torch.float32:
-                    master.copy_(value)
-                else:
-                    kept = master.to(value.dtype) == entry.host_view
-                    master.copy_(torch.where(kept, master, entry.host_view.float()))
+            if bucket.master is None or bucket.is_own_master or value.dtype is torch.float32:
+                bucket.write_master(entry, value)
+            elif bucket.is_split:
+                self._follow_split(bucket, entry, value)
+            else:
+                if value is not entry.host_view:
+                    entry.host_view.copy_(value)
+                master = bucket.read_master(entry)
+                kept = master.to(value.dtype) == entry.host_view
+                master.copy_(torch.where(kept, master, entry.host_view.float()))
         bucket.version += 1
         entry.seen_version = entry.param._version
+
+    @staticmethod
+    def _follow_split(bucket: Bucket, entry: ParameterEntry, value: torch.Tensor) -> None:
+        """Write a working value whose remainders belong to the working copy from before.
+
+        Where nobody kept that (a write on a thread that never stepped), the value is the master, without a remainder.
+        """
+        before = bucket.kept_working
+        if before is None and value is not entry.host_view:
+            before = bucket.working
+        if before is None:
+            bucket.write_master(entry, value)
+        else:
+            master = bucket.read_master(entry, before)
+            kept = bucket.host_view(entry, before) == value
+            bucket.write_master(entry, torch.where(kept, master, value.float()))
