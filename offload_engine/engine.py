@@ -16,7 +16,7 @@ from torch import nn
 
 from offload_engine import kernels
 from offload_engine.buckets import (
-    Bucket,
+    allocate_buckets,
     assign_states,
     check_budget,
     default_bucket_bytes,
@@ -46,7 +46,6 @@ from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, se
 from offload_engine.streaming import (
     ActivationStore,
     ExternalChanges,
-    GradientStore,
     LaneLog,
     LossFunction,
     MicroBatches,
@@ -55,6 +54,8 @@ from offload_engine.streaming import (
     Streamer,
     Touched,
     UseOrder,
+    gradient_ring,
+    gradient_store,
     moved,
     offloadable,
 )
@@ -134,10 +135,8 @@ class OffloadEngine:
                 self.host_budget, self.device.pin, self.device.unpin, named=self.device.name_memory
             )
             undo.callback(self._slabs.close)
-            pin_states = config.device_share > 0 or config.resident_states is not None
-            self._buckets = [
-                Bucket(layout, self._slabs, self.device, pin_states=pin_states) for layout in layouts
-            ]
+            self._buckets = allocate_buckets(layouts, self._slabs, self.device, config)
+            self._ring = gradient_ring(config, self._slabs, self._buckets)
             plan = plan_of(config, self._buckets, budget, offloaded)
             self._registry = registry
             self._check_plan(plan)
@@ -190,8 +189,8 @@ class OffloadEngine:
         self._order = UseOrder([bucket.index for bucket in buckets])
         self._residency = ResidencyManager(buckets, device, log, plan)
         self._touched = Touched()
-        self._gradients = GradientStore(
-            registry, buckets, device, log, self._gradient_lane, self._slabs, self._touched
+        self._gradients = gradient_store(
+            self._ring, registry, buckets, device, log, self._gradient_lane, self._slabs, self._touched
         )
         self._gradients.expected_micro_batches = config.micro_batches
         self._activations = ActivationStore(
@@ -236,6 +235,7 @@ class OffloadEngine:
             log,
             self._touched,
             self._stepper.expected,
+            self._stepper.settings,
         )
         self._follow(plan)
         self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
@@ -458,6 +458,7 @@ class OffloadEngine:
             extra: JSON values of the user's own, given back by `load`.
         """
         self._check_open()
+        self._gradients.check_whole()
         with _no_modes():
             self._settle_values()
             facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
@@ -497,6 +498,7 @@ class OffloadEngine:
             self.steps = int(facts["steps"])
             self._updates.forget()
             self._external.forget()
+            self._gradients.forget()
             if self._stepper.scaler is not None and "loss_scale" in facts:
                 self._stepper.scaler.load(facts["loss_scale"])
             restore_generators(generators, self.device.torch_device)

@@ -1,6 +1,6 @@
 """Buckets: the registry of parameters, their layout in flat buckets, and buckets with memory."""
 
-from offload_engine.buckets.bucket import Bucket, Residency, state_bytes
+from offload_engine.buckets.bucket import Bucket, Residency, allocate_buckets, state_bytes
 from offload_engine.buckets.layout import (
     BucketLayout,
     Shard,
@@ -22,6 +22,7 @@ __all__ = [
     "Shard",
     "StateLayout",
     "Unit",
+    "allocate_buckets",
     "assign_states",
     "check_budget",
     "default_bucket_bytes",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
 from offload_engine.buckets.layout import BucketLayout
 from offload_engine.buckets.registry import ParameterEntry
+from offload_engine.config import EngineConfig
 from offload_engine.device import Device, Transfer
 from offload_engine.errors import KernelError
 from offload_engine.host import SlabAllocator
 from offload_engine.kernels import Event, codecs
 
-__all__ = ["Bucket", "Residency", "state_bytes"]
+__all__ = ["Bucket", "Residency", "allocate_buckets", "state_bytes"]
 
 _no_dispatch = torch._C._DisableTorchDispatch
 
@@ -35,6 +36,19 @@ def state_bytes(layout: BucketLayout, *, keeps_gradient: bool = True) -> int:
     """Return the bytes of training state of a bucket: working copy, master, states, gradient (DESIGN section 11)."""
     gradient = layout.nbytes if layout.trainable and (keeps_gradient or not layout.optimized) else 0
     return layout.nbytes + gradient + sum(dtype.itemsize * numel for dtype, numel in layout.arrays.values())
+
+
+def allocate_buckets(
+    layouts: Sequence[BucketLayout], slabs: SlabAllocator, device: Device, config: EngineConfig
+) -> list[Bucket]:
+    """Return the buckets with their host memory.
+
+    Raises:
+        HostMemoryError: the budget does not hold them.
+    """
+    pin_states = config.device_share > 0 or config.resident_states is not None
+    keeps = config.gradients == "keep"
+    return [Bucket(each, slabs, device, pin_states=pin_states, keeps_gradient=keeps) for each in layouts]
 
 
 class Bucket:
@@ -79,8 +93,9 @@ class Bucket:
             return slab.view(dtype)
 
         self.working = take("working copy", layout.dtype, self.numel, pinned=True)
-        keeps_gradient = layout.trainable and (keeps_gradient or not layout.optimized)
-        self.grad = take("gradient", layout.dtype, self.numel, pinned=True) if keeps_gradient else None
+        self.keeps_gradient = keeps_gradient or not layout.optimized
+        has_gradient = layout.trainable and self.keeps_gradient
+        self.grad = take("gradient", layout.dtype, self.numel, pinned=True) if has_gradient else None
         self.accumulator: torch.Tensor | None = None
         """fp32 gradient sum of a bf16 bucket, allocated when a second micro-batch arrives."""
         arrays = {
@@ -102,6 +117,8 @@ class Bucket:
         self.version = 0
         """Counts changes of the host working copy; `device_version` says which one the device has."""
         self.device_version = -1
+        self.used_up = False
+        """The backward in progress has used its gradients: the host copy is no longer what backward computes with."""
         self.pending_update: Event | None = None
         """The update that is writing the host working copy; whoever reads it calls `wait_update`."""
         self.update_step = 0

@@ -128,7 +128,12 @@ class Stepper:
 
     # The step.
 
-    def _settings(self) -> Settings:
+    def settings(self) -> Settings:
+        """Return the settings of all param groups as they are now.
+
+        Raises:
+            UnsupportedError: one has a setting that the update does not have.
+        """
         groups = self._groups()
         check_groups(groups)
         return {id(group): settings_of(group, self._kind) for group in groups}
@@ -138,7 +143,7 @@ class Stepper:
         if self.needs_norm and not self.history.speculates:
             return None
         try:
-            return self._settings(), 1.0 / self.loss_scale
+            return self.settings(), 1.0 / self.loss_scale
         except Exception:
             return None  # a setting that is refused: `step()` will say so
 
@@ -163,7 +168,7 @@ class Stepper:
                 factor = clip_factor(norm, self.max_grad_norm)
                 clipped = factor != 1.0
                 scale *= factor
-        settings = self._settings()
+        settings = self.settings()
         if self.needs_norm:
             self.history.note(clipped, self._times(updates))
         updates.start(number, entries, settings, scale, order)

@@ -21,7 +21,7 @@ from offload_engine.optim.groups import GroupSettings
 from offload_engine.optim.guard import ReadGuard
 from offload_engine.optim.segments import Part, parts_of
 from offload_engine.plan import StepPlan
-from offload_engine.streaming import GradientStore, LaneLog, ResidencyManager, Touched
+from offload_engine.streaming import GradientRelease, GradientStore, LaneLog, ResidencyManager, Touched
 from offload_engine.timeline import CAUSE_READ, CAUSE_UPDATE, CPU_UPDATE
 
 __all__ = ["Settings", "UpdatePipeline"]
@@ -36,6 +36,7 @@ class UpdatePipeline:
     Args:
         expected: returns the settings and the gradient factor that `step()` will use if nothing comes in between, or
             None when no update may be made ahead of it.
+        settings: returns the param groups' settings as they are now.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class UpdatePipeline:
         log: LaneLog,
         touched: Touched,
         expected: Callable[[], tuple[Settings, float] | None],
+        settings: Callable[[], Settings],
     ) -> None:
         self._buckets = buckets
         self._gradients = gradients
@@ -57,6 +59,7 @@ class UpdatePipeline:
         self._log = log
         self._step = 0
         self._expected = expected
+        self._settings = settings
         self.early = EarlyUpdates(lane, log)
         self._on_device: frozenset[int] = frozenset()
         self._spared: frozenset[int] = frozenset()
@@ -74,6 +77,8 @@ class UpdatePipeline:
         """Bucket -> its place in the next forward: of the updates that could start, the lane takes the first needed."""
         self.guard = ReadGuard(buckets, self.wait_bucket, touched)
         gradients.on_complete = self._update_early
+        if isinstance(gradients, GradientRelease):
+            gradients.use = self._update_released
 
     def follow(self, plan: StepPlan) -> None:
         """Take over where and when a plan wants updates. Between steps only."""
@@ -106,6 +111,16 @@ class UpdatePipeline:
         if entries and all(id(entry.group) in settings for entry in entries):
             rank = self._ranks.get(bucket.index, bucket.index)
             self.early.start(bucket, entries, parts_of(bucket, entries, settings), scale, rank)
+
+    def _update_released(self, bucket: Bucket, entries: Sequence[ParameterEntry]) -> None:
+        """Start the update of parameters whose gradients are used up by it, in place, and count their steps."""
+        parts = parts_of(bucket, entries, self._settings())
+        self._update_in_place(bucket, parts, 1.0)
+        bucket.update_step = self._step + 1
+        self._started.add(bucket.index)
+        for entry in entries:
+            entry.step += 1
+            _changed_in_place(entry)
 
     # In step().
 
@@ -156,9 +171,7 @@ class UpdatePipeline:
                 self._update_in_place(job.bucket, job.parts, grad_scale)
                 self._changed(job.bucket)
         for entry in entries:
-            # As any in-place update does: a graph made before it must not be used after it.
-            torch.autograd.graph.increment_version(entry.param)
-            entry.seen_version = entry.param._version
+            _changed_in_place(entry)
         self.guard.install()
 
     def end_step(self) -> None:
@@ -286,3 +299,9 @@ class UpdatePipeline:
         for bucket in self._buckets:
             bucket.pending_update = bucket.gradient_reader = None
             bucket.gradient_ready = []
+
+
+def _changed_in_place(entry: ParameterEntry) -> None:
+    """Count a change, as any in-place update does: a graph made before it must not be used after it."""
+    torch.autograd.graph.increment_version(entry.param)
+    entry.seen_version = entry.param._version

@@ -38,7 +38,7 @@ class RunFacts:
     bucket_bytes: tuple[int, ...] = ()
     """Of each bucket's working copy."""
     state_bytes: int = 0
-    """Of all training state on the host, spare arrays left aside."""
+    """Of all training state on the host, with the slabs where gradients are used up; spare arrays left aside."""
     spare_bytes: tuple[int, ...] = ()
     """Of each bucket's masters and moments, so of its spare arrays; 0 where it is not optimized."""
     spared: frozenset[int] = frozenset()
@@ -130,7 +130,8 @@ def facts_of(
         kernels=backend.name,
         isa=backend.isa,
         bucket_bytes=tuple(bucket.nbytes for bucket in buckets),
-        state_bytes=sum(state_bytes(bucket.layout) for bucket in buckets),
+        state_bytes=sum(state_bytes(b.layout, keeps_gradient=b.keeps_gradient) for b in buckets)
+        + gradients.ring_bytes,
         spare_bytes=tuple(bucket.spare_bytes for bucket in buckets),
         spared=updates.spared,
         steps=updates.steps,

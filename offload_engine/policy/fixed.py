@@ -94,11 +94,12 @@ def check_plan(
 
     Raises:
         ConfigError: it names buckets that do not exist, shares that overlap or are out of range, a window that is too
-            small for any bucket.
+            small for any bucket, or what released gradients rule out.
         DeviceMemoryError: what is to stay on the device, or one bucket's update there, is over the budget.
         HostMemoryError: the host has no room for the spare arrays.
     """
     _check_names(plan, buckets)
+    _check_release(plan, buckets)
     _check_spares(plan, buckets, host)
     if budget_bytes is not None:
         _check_device(plan, registry, buckets, budget_bytes - in_use_bytes)
@@ -117,6 +118,21 @@ def _check_names(plan: StepPlan, buckets: Sequence[Bucket]) -> None:
                 f"share of 0 to {SHARE_UNIT}."
             )
         end = run.end
+
+
+def _check_release(plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+    if all(bucket.keeps_gradient for bucket in buckets):
+        return
+    for what, asked in {
+        "update_timing = 'during_backward'": plan.update_timing == "during_backward",
+        "a device share": any(run.share for run in plan.device_shares),
+        "resident states": bool(plan.resident_states),
+    }.items():
+        if asked:
+            raise ConfigError(
+                f"the plan has {what}, but gradients = 'release' uses gradients up during backward, on the CPU and in "
+                f"place. Take it out of the plan, or wrap anew with gradients = 'keep'."
+            )
 
 
 def _check_spares(plan: StepPlan, buckets: Sequence[Bucket], host: HostBudget) -> None:

@@ -170,6 +170,9 @@ def _under_forward(facts: RunFacts) -> Overlap:
 
 def _ahead(facts: RunFacts) -> Overlap:
     made, in_vain = facts.updates_ahead, facts.updates_in_vain
+    if facts.config.gradients == "release":
+        started = Overlap(True, f"all {facts.updates_in_step} began under backward, gradients = 'release'")
+        return started if facts.updates_in_step else _not_yet(facts, _off("no gradient came"))
     if made:
         words = f"{_share(made, facts.updates_in_step, 'bucket updates')} were made under backward"
         if in_vain:

@@ -7,6 +7,7 @@ from offload_engine.streaming.hooks import Streamer
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.micro_batches import LossFunction, MicroBatches, MicroBatchOrder
 from offload_engine.streaming.order import UseOrder
+from offload_engine.streaming.release import GradientRelease, gradient_ring, gradient_store
 from offload_engine.streaming.residency import ResidencyManager
 from offload_engine.streaming.runs import runs_of
 from offload_engine.streaming.structures import map_tensors, moved
@@ -14,6 +15,7 @@ from offload_engine.streaming.structures import map_tensors, moved
 __all__ = [
     "ActivationStore",
     "ExternalChanges",
+    "GradientRelease",
     "GradientStore",
     "LaneLog",
     "LossFunction",
@@ -24,6 +26,8 @@ __all__ = [
     "Touched",
     "UseOrder",
     "map_tensors",
+    "gradient_ring",
+    "gradient_store",
     "moved",
     "offloadable",
     "runs_of",

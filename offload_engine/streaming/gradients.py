@@ -22,7 +22,7 @@ from offload_engine.kernels import Event, Lane
 from offload_engine.streaming.device_sums import DeviceSums
 from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
-from offload_engine.streaming.runs import runs_of
+from offload_engine.streaming.runs import run_of, runs_of
 from offload_engine.streaming.square_sums import SquareSums
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CAUSE_READ, CPU_GRADIENT, D2H
 
@@ -44,6 +44,11 @@ _ALONE = _references_when_alone()
 
 class GradientStore:
     """Owns: gradients that wait for the rest of their bucket, two staging slabs for sums."""
+
+    releases = False
+    """Whether gradients are used up during backward; see `streaming.release`."""
+    ring_bytes = 0
+    """Host bytes where gradients are used up."""
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class GradientStore:
                 f"backward was called with create_graph=True: the gradient of '{entry.name}' has a graph, which would "
                 f"be cut when it goes to the host. Use torch.autograd.grad(..., create_graph=True) for that term."
             )
-        item = (entry, self._in_layout(entry, grad))  # may run short and land what waits: look that up after
+        item = (entry, run_of(entry, grad))  # may run short and land what waits: look that up after
         bucket = self._buckets[entry.bucket_index]
         now = self._micro_batch
         waiting = self._waiting.get(bucket.index)
@@ -152,21 +157,6 @@ class GradientStore:
     @micro_batch.setter
     def micro_batch(self, number: int) -> None:
         self._micro_batch = number
-
-    @staticmethod
-    def _in_layout(entry: ParameterEntry, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as a 1-D run in the storage order of the parameter; copies only if it must."""
-        dtype = entry.working_dtype
-        same_strides = all(
-            have == want or size <= 1
-            for have, want, size in zip(grad.stride(), entry.stride, entry.shape, strict=True)
-        )
-        if grad.dtype is dtype and entry.dense and same_strides:
-            return grad.as_strided((entry.span_numel,), (1,))
-        # Gaps of a layout that is not dense count in the norm, so they are zero.
-        flat = torch.zeros(entry.span_numel, dtype=dtype, device=grad.device)
-        flat.as_strided(entry.shape, entry.stride).copy_(grad)
-        return flat
 
     def take_touched(self) -> None:
         """Notice what was written through aliases of host gradients. Before a backward, and before they are used."""
@@ -423,8 +413,9 @@ class GradientStore:
 
     def free_one(self) -> bool:
         """Wait until one gradient has left the device and free it; False when none is on its way or waiting."""
-        if self._log.oldest(D2H) is None and self._waiting:
-            index = max(self._waiting, key=lambda i: sum(g.nbytes for _, g in self._waiting[i].values()))
+        early = [index for index in self._waiting if self._lands_early(self._buckets[index])]
+        if self._log.oldest(D2H) is None and early:
+            index = max(early, key=lambda i: sum(g.nbytes for _, g in self._waiting[i].values()))
             self._land(self._buckets[index])
         oldest = self._log.oldest(D2H)
         if oldest is None:
@@ -437,10 +428,17 @@ class GradientStore:
         self._log.reap()
         return True
 
+    def _lands_early(self, bucket: Bucket) -> bool:
+        """Whether gradients may land before the rest of their bucket, for want of room."""
+        return True
+
     # The end of a backward.
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, failed: bool = False) -> None:
         """Land what is left, wait for all of it, and make the sums visible as `param.grad`.
+
+        Args:
+            failed: an exception has ended the backward.
 
         Raises:
             KernelError: a copy or sum failed; the gradients of this backward are dropped.
@@ -516,6 +514,13 @@ class GradientStore:
         """Remember how many micro-batches the step had: the next one's norm is summed under its last backward."""
         if self._micro_batch:
             self._last_micro_batches = self._micro_batch
+        self._micro_batch = 0
+
+    def check_whole(self) -> None:
+        """Raise a StateError if an error in a backward has left only some of the values updated: never here."""
+
+    def forget(self) -> None:
+        """Start the step anew: other values have been loaded."""
         self._micro_batch = 0
 
     def source(self, entry: ParameterEntry) -> torch.Tensor:

@@ -434,9 +434,9 @@ class Streamer:
         """Finish one backward: called by autograd at its end, or by the death of `life` when it failed."""
         with _no_modes():
             if self._backward_tasks.pop(task, None) is not None and not self._backward_tasks:
-                self._finish_backward()
+                self._finish_backward(failed=life is None)
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, *, failed: bool) -> None:
         self._recompute_stack.clear()
         self._backward_frame = ()
         self._use_in_backward(())
@@ -444,7 +444,7 @@ class Streamer:
         self._activations.end_backward()
         self._differentiable = False
         try:
-            self._gradients.finish_backward()
+            self._gradients.finish_backward(failed)
         finally:
             self._order.end()
             self._pass_kind = ""
@@ -462,7 +462,7 @@ class Streamer:
             return
         if self._backward_tasks:
             self._backward_tasks.clear()
-            self._finish_backward()
+            self._finish_backward(failed=True)
         self._end_open_pass()
 
     def _end_open_pass(self) -> None:

@@ -87,6 +87,11 @@ class MicroBatches:
         items = list(batches)
         if not items:
             raise ConfigError("batches is empty; a step needs at least one micro-batch.")
+        if len(items) > 1 and self._gradients.releases:
+            raise StateError(
+                f"train_batch was given {len(items)} micro-batches, but gradients are used up by one backward "
+                f'(gradients = "release"). Give one micro-batch per step, or use gradients = "keep".'
+            )
         if order == "layer_major" and not self.blocks:
             numel = sum(param.numel() for param in self._engine.module.parameters())
             raise UnsupportedError(

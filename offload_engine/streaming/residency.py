@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from offload_engine.buckets import Bucket, Residency
 from offload_engine.device import Device
-from offload_engine.errors import KernelError
+from offload_engine.errors import KernelError, StateError
 from offload_engine.plan import StepPlan
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_UPDATE, H2D
@@ -62,6 +62,7 @@ class ResidencyManager:
         Raises:
             DeviceMemoryError: the budget does not hold it beside what is in use.
             KernelError: its update or its copy failed.
+            StateError: its gradients were used up in this backward, and the values from before are gone.
         """
         self._clock += 1
         bucket.last_use = self._clock
@@ -70,6 +71,11 @@ class ResidencyManager:
         if self._is_old(bucket):
             self._renew(bucket)
         elif bucket.residency is Residency.HOST:
+            if bucket.used_up:
+                raise StateError(
+                    f"bucket {bucket.name} is needed again in a backward that has already updated it: something reads "
+                    f'a parameter after its gradient is complete. Use gradients = "keep".'
+                )
             self._make_room(bucket)
             self._start_fetch(bucket)
         self._wait_fetch(bucket)
@@ -145,7 +151,7 @@ class ResidencyManager:
                 if bucket.uses == 0:
                     self._renew(bucket)
                     self.prefetches += 1
-            elif bucket.residency is Residency.HOST:
+            elif bucket.residency is Residency.HOST and not bucket.used_up:
                 if not self._find_room(bucket.nbytes, keep=self._expected | self.used_again):
                     self.prefetches_without_room += 1
                     return
