@@ -465,7 +465,7 @@ def check_active(script: Script, layer_major: bool, engine: oe.OffloadEngine) ->
         clips = 0 if script.max_grad_norm is None else steps if always else script.kinds.count("clip")
         kept = max(0, applied - clips)
         # A first step's number of micro-batches may not be known, and one bucket has no gradient in some steps.
-        least = (kept - 1) * (spared - 1) if plan.clip_mode == "speculate" or not decided else 0
+        least = max(0, kept - 1) * max(0, spared - 1) if plan.clip_mode == "speculate" or not decided else 0
         most = kept * spared
         if decided and plan.clip_mode == "speculate" and clips and spared > 1 and not early.dropped:
             raise DifferenceError(f"{clips} steps were clipped, and no update ahead of step() was in vain")
