@@ -302,10 +302,12 @@ class PyLane {
   std::shared_ptr<Pool> pool_;
 };
 
-std::shared_ptr<Pool> make_pool(int threads) {
+std::shared_ptr<Pool> make_pool(int threads, std::vector<int> cpus) {
+  for (int cpu : cpus)
+    if (cpu < 0) throw KernelError("a pool on CPU " + std::to_string(cpu) + ". CPUs are numbered from 0.");
   if (threads < 1) throw KernelError("a pool of " + std::to_string(threads) + " threads. It needs at least 1.");
   // A forked child has no helpers to join: it leaks the pool instead.
-  return {new Pool(threads), [pid = getpid()](Pool* pool) {
+  return {new Pool(threads, std::move(cpus)), [pid = getpid()](Pool* pool) {
             if (getpid() == pid) delete pool;
           }};
 }
@@ -368,7 +370,7 @@ PYBIND11_MODULE(_native, m) {
           [](Event& event, int64_t nbytes) { event.nbytes.store(nbytes); });
 
   py::class_<Pool, std::shared_ptr<Pool>>(m, "WorkerPool")
-      .def(py::init(&make_pool), py::arg("threads"))
+      .def(py::init(&make_pool), py::arg("threads"), py::arg("cpus") = py::tuple())
       .def_property_readonly("threads", &Pool::threads)
       .def("close", &Pool::close, py::call_guard<py::gil_scoped_release>());
 

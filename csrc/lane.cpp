@@ -268,6 +268,7 @@ void LaneState::run(Job& job, Throttle& throttle) {
 
 void Lane::work(std::shared_ptr<LaneState> state) {
   prepare_thread("oe-" + state->name);
+  if (state->pool) state->pool->bind_caller();
   Throttle throttle(state->gbps, state->abandoned);
   std::unique_lock<std::mutex> lock(state->mutex);
   while (true) {

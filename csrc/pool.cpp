@@ -1,6 +1,10 @@
 #include "pool.h"
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
+#include <utility>
 
 #include "lane.h"
 
@@ -24,8 +28,22 @@ bool spin_until(Condition condition) {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads) {
+Pool::Pool(int threads, std::vector<int> cpus) : threads_(threads), cpus_(std::move(cpus)) {
   for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+}
+
+void Pool::bind_caller() const {
+#if defined(__linux__)
+  if (cpus_.empty()) return;
+  const int count = *std::max_element(cpus_.begin(), cpus_.end()) + 1;
+  cpu_set_t* const set = CPU_ALLOC(count);
+  if (!set) return;
+  const size_t size = CPU_ALLOC_SIZE(count);
+  CPU_ZERO_S(size, set);
+  for (int cpu : cpus_) CPU_SET_S(cpu, size, set);
+  pthread_setaffinity_np(pthread_self(), size, set);
+  CPU_FREE(set);
+#endif
 }
 
 void Pool::run(size_t chunks, const std::function<void(size_t)>& body) {
@@ -61,6 +79,7 @@ Pool::Work* Pool::take() {
 
 void Pool::help() {
   prepare_thread("oe-pool");
+  bind_caller();
   size_t seen = 0;
   while (true) {
     spin_until([&] { return posted_.load() != seen || stop_.load(); });

@@ -17,12 +17,16 @@ namespace offload {
 // Several threads may call `run` at once; helpers take the oldest job first.
 class Pool {
  public:
-  explicit Pool(int threads);
+  // The threads may run on `cpus` only, as far as the system agrees; anywhere when it is empty.
+  explicit Pool(int threads, std::vector<int> cpus = {});
   ~Pool() { close(); }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+
+  // Puts the calling thread, which is going to call `run`, on the pool's CPUs.
+  void bind_caller() const;
 
   // Calls body(chunk) once for every chunk below `chunks`; returns when all are done. `body` must not throw.
   void run(size_t chunks, const std::function<void(size_t)>& body);
@@ -45,6 +49,7 @@ class Pool {
   Work* take();  // needs mutex_
 
   const int threads_;
+  const std::vector<int> cpus_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
   std::deque<Work*> works_;

@@ -103,22 +103,34 @@ def format_bytes(size: int | float) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThreadsConfig:
-    """How the cores are split. 0 means: chosen from affinity and cgroup quota; every run logs the split."""
+    """How the cores are split. 0: chosen from affinity, cpuset, cgroup quota and topology; every run logs the split.
+    Several ranks on one machine (LOCAL_RANK, LOCAL_WORLD_SIZE) share its cores, never the two CPUs of one core.
+    """
 
     compute: int = 0
     """Intra-op threads of torch. 0 leaves torch's own setting as it is."""
     update: int = 0
-    """Threads of the CPU optimizer's pool. 0: all usable cores."""
+    """Threads of the CPU optimizer's pool. 0: one on each usable core of this rank."""
     copies: int = 0
     """Threads of each emulated copy lane's pool. 0: one thread per lane."""
+    bind: Literal["auto", "off"] = "auto"
+    """"auto": the update's threads stay on their rank's cores where ranks share a machine, and slabs on its NUMA nodes
+    where there are several; elsewhere nothing is bound. "off": never."""
+    cpus: str = ""
+    """CPUs of the update's threads, such as "0-15,32-47", which ranks share. Empty: all that the process may use."""
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
+        for name in ("compute", "update", "copies"):
+            if getattr(self, name) < 0:
                 raise ConfigError(
-                    f"threads.{field.name} is {getattr(self, field.name)}; it must be 0 (automatic) or more."
+                    f"threads.{name} is {getattr(self, name)}; it must be 0 (automatic) or more."
                 )
+        if self.cpus and self.bind == "off":
+            raise ConfigError(
+                f"threads.cpus is {self.cpus!r} and threads.bind 'off': nothing would stay on these CPUs. Leave one of "
+                f"the two out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

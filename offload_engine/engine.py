@@ -28,10 +28,10 @@ from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import save_state
 from offload_engine.checkpoint.values import whole_values
 from offload_engine.config import EngineConfig, sized
-from offload_engine.device import Device, open_device
+from offload_engine.device import Device, open_device, visible_devices
 from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
-from offload_engine.host import HostBudget, SlabAllocator, host_limits, peak_rss_bytes, split_threads
+from offload_engine.host import HostBudget, SlabAllocator, bound_threads, host_limits, peak_rss_bytes
 from offload_engine.kernels.codecs import STATE_KEYS
 from offload_engine.optim import (
     DeviceUpdates,
@@ -107,7 +107,7 @@ class OffloadEngine:
         check_optimizer(optimizer)
         precision = _DTYPES[config.precision]
         backend = kernels.load(config.kernels, config.isa)
-        threads = split_threads(config.threads)
+        threads, binding = bound_threads(config.threads, partial(visible_devices, config))
         if config.threads.compute:
             torch.set_num_threads(config.threads.compute)
         registry = discover(model, optimizer.param_groups, precision)
@@ -132,7 +132,7 @@ class OffloadEngine:
             )
             self.host_budget = HostBudget(sized(config.host_memory), host_limits())
             self._slabs = SlabAllocator(
-                self.host_budget, self.device.pin, self.device.unpin, named=self.device.name_memory
+                self.host_budget, self.device.pin, self.device.unpin, self.device.name_memory, binding.place
             )
             undo.callback(self._slabs.close)
             self._buckets = allocate_buckets(layouts, self._slabs, self.device, config)
@@ -167,7 +167,7 @@ class OffloadEngine:
             self.timeline,
         )
         self.model_state_bytes = self._facts().state_bytes
-        self._words = setup_lines(self._facts(), backend.describe(), threads.sentence())
+        self._words = setup_lines(self._facts(), backend.describe(), threads.sentence(), *binding.refusals)
         self._updates.guard.install()
         take_over(registry, self)
         self._closed = False

@@ -9,10 +9,11 @@ import torch
 
 from offload_engine.config import EngineConfig, sized
 from offload_engine.device.base import Device, DeviceBuffer, Mark, Transfer
+from offload_engine.device.pci import visible_devices
 from offload_engine.errors import ConfigError
 from offload_engine.kernels import Backend
 
-__all__ = ["Device", "DeviceBuffer", "Mark", "Transfer", "open_device"]
+__all__ = ["Device", "DeviceBuffer", "Mark", "Transfer", "open_device", "visible_devices"]
 
 
 def open_device(config: EngineConfig, backend: Backend, *, copy_threads: int = 0) -> Device:

@@ -16,6 +16,7 @@ import psutil
 from offload_engine.config import format_bytes
 from offload_engine.errors import HostMemoryError, StateError
 from offload_engine.host import cgroup
+from offload_engine.host.topology import read_nodes
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class HostLimits:
 
     `cgroup_limit_bytes` is the smallest limit on any level above the process (version 1 and 2), `cgroup_used_bytes`
     what is charged to that level without droppable page cache, `cgroup_available_bytes` the least room on any
-    level. `memlock_bytes` (RLIMIT_MEMLOCK) is stated in messages but does not bound reservations: accelerator
-    drivers pin memory without counting it there.
+    level. `left_out_bytes` is memory of NUMA nodes where no slab may lie, in none of the others: nodes without CPUs
+    (a GPU's memory, on Grace) and those outside the cpuset. `memlock_bytes` (RLIMIT_MEMLOCK) is stated in messages but
+    does not bound reservations: accelerator drivers pin memory without counting it there.
     """
 
     machine_total_bytes: int
@@ -34,6 +36,7 @@ class HostLimits:
     cgroup_used_bytes: int | None = None
     memlock_bytes: int | None = None
     cgroup_available_bytes: int | None = None
+    left_out_bytes: int = 0
 
     @property
     def available_bytes(self) -> int:
@@ -50,6 +53,8 @@ class HostLimits:
             f"machine {format_bytes(self.machine_available_bytes)} available of "
             f"{format_bytes(self.machine_total_bytes)}"
         )
+        if self.left_out_bytes:
+            words += f" ({format_bytes(self.left_out_bytes)} of NUMA nodes without CPUs or outside the cpuset left out)"
         if self.cgroup_limit_bytes is None:
             words += ", no cgroup limit"
         else:
@@ -65,15 +70,20 @@ def host_limits(root: Path = Path("/")) -> HostLimits:
     if "MemTotal" not in meminfo or "MemAvailable" not in meminfo:
         memory = psutil.virtual_memory()
         meminfo = {"MemTotal": memory.total, "MemAvailable": memory.available}
+    nodes = read_nodes(root)
+    left_out = [node for node in nodes if not node.holds_slabs] if any(n.holds_slabs for n in nodes) else []
     group = cgroup.memory(root)
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostLimits(
-        machine_total_bytes=meminfo["MemTotal"],
-        machine_available_bytes=meminfo["MemAvailable"],
+        machine_total_bytes=meminfo["MemTotal"] - sum(node.total_bytes for node in left_out),
+        machine_available_bytes=max(
+            0, meminfo["MemAvailable"] - sum(node.available_bytes for node in left_out)
+        ),
         cgroup_limit_bytes=group.limit_bytes,
         cgroup_used_bytes=group.used_bytes,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         cgroup_available_bytes=group.available_bytes,
+        left_out_bytes=sum(node.total_bytes for node in left_out),
     )
 
 

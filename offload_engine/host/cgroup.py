@@ -1,4 +1,4 @@
-"""Control groups, version 1 and 2: which memory limit and which CPU quota really bind this process.
+"""Control groups, version 1 and 2: which memory limit, CPU quota and set of CPUs really bind this process.
 
 Used by `budgets` and `topology`. A limit may sit on any level between the process's group and the mount point, so
 every level is read. All paths start at a root folder that tests replace by recorded files.
@@ -50,6 +50,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]) > 0:
             quotas.append(int(fields[0]) / int(fields[1]))
     return min(quotas, default=None)
+
+
+def cpuset(root: Path = Path("/")) -> str | None:
+    """Return the list of CPUs of this process's group, as the kernel writes it; None where no group has one."""
+    for level in _levels(root, "cpuset"):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+            if text := _read(level / name):
+                return text
+    return None
 
 
 def _levels(root: Path, controller: str) -> Iterator[Path]:

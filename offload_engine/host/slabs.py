@@ -40,6 +40,7 @@ class SlabAllocator:
         pin: registers memory with the device; None leaves all slabs pageable.
         unpin: undoes `pin`; called once for each pinned slab, while it is still mapped.
         named: called with every new slab and its name.
+        place: called with every new slab before anybody has touched it, to choose its NUMA node.
         huge_pages: advise transparent huge pages for slabs of 2 MiB or more; ignored where the kernel lacks them.
     """
 
@@ -48,14 +49,16 @@ class SlabAllocator:
         budget: HostBudget,
         pin: PinCallback | None = None,
         unpin: PinCallback | None = None,
+        named: Callable[[torch.Tensor, str], None] | None = None,
+        place: Callable[[torch.Tensor], object] | None = None,
         *,
         huge_pages: bool = True,
-        named: Callable[[torch.Tensor, str], None] | None = None,
     ) -> None:
         self._budget = budget
         self._pin = pin
         self._huge_pages = huge_pages
         self._named = named
+        self._place = place
         self._slabs: dict[str, _Slab] = {}
         # An allocator that is dropped, or lives at exit, without close() must not leave pinned pages behind.
         self._finalizer = weakref.finalize(self, _unpin_all, self._slabs, unpin)
@@ -131,6 +134,8 @@ class SlabAllocator:
                 f"({self._budget.limits.words()}). Free memory, or raise the process's address-space limit (ulimit -v)."
             ) from error
         weakref.finalize(mapping, self._budget.release, name).atexit = False
+        if self._place is not None:
+            self._place(tensor)
         return tensor
 
     def _pin_slab(self, name: str, tensor: torch.Tensor) -> None:

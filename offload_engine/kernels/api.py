@@ -89,7 +89,10 @@ class Event(Protocol):
 
 
 class WorkerPool(Protocol):
-    """Threads that split one job of a lane; the lane's own thread is one of `threads`. Several lanes may share it."""
+    """Threads that split one job of a lane; the lane's own thread is one of `threads`. Several lanes may share it.
+
+    With `cpus`, all of them, the lanes' own included, run on these only, as far as the system agrees.
+    """
 
     @property
     def threads(self) -> int:
@@ -213,7 +216,7 @@ class _MakeLane(Protocol):
 
 
 class _MakePool(Protocol):
-    def __call__(self, threads: int) -> WorkerPool: ...
+    def __call__(self, threads: int, cpus: Sequence[int] = ()) -> WorkerPool: ...
 
 
 class _Events(Protocol):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from offload_engine.errors import KernelError
 from offload_engine.kernels import api
@@ -120,10 +121,13 @@ class _Work:
 class WorkerPool:
     """See `api.WorkerPool`."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, cpus: Sequence[int] = ()) -> None:
+        if any(cpu < 0 for cpu in cpus):
+            raise KernelError(f"a pool on CPU {min(cpus)}. CPUs are numbered from 0.")
         if threads < 1:
             raise KernelError(f"a pool of {threads} threads. It needs at least 1.")
         self.threads = threads
+        self._cpus = tuple(cpus)
         self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._helpers = [
             threading.Thread(target=self._help, name="oe-pool", daemon=True) for _ in range(threads - 1)
@@ -146,7 +150,14 @@ class WorkerPool:
         for helper in helpers:
             helper.join()
 
+    def bind_caller(self) -> None:
+        """Put the calling thread, which is going to call `run`, on the pool's CPUs."""
+        if self._cpus and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)
+
     def _help(self) -> None:
+        self.bind_caller()
         while (work := self._works.get()) is not None:
             work.drain()
             del work  # or its tensors would live until the next one comes
@@ -221,6 +232,8 @@ class LaneThread:
             self._jobs.put(None)
 
     def _work(self) -> None:
+        if self._pool is not None:
+            self._pool.bind_caller()
         while (job := self._jobs.get()) is not None:
             what, after, run, event = job
             del job

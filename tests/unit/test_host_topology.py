@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from offload_engine.config import ThreadsConfig
-from offload_engine.errors import ConfigError
 from offload_engine.host import peak_rss_bytes, rss_bytes, split_threads, usable_cores
 
 needs_affinity = pytest.mark.skipif(
@@ -74,14 +73,6 @@ def test_automatic_leaves_compute_as_torch_has_it(tmp_path: Path, eight_cores: N
     torch.set_num_threads(1)
     split = split_threads(ThreadsConfig(), root=tmp_path)
     assert (split.compute, split.update, split.copies) == (1, 8, 1)
-
-
-def test_ranks_of_one_machine_share_the_cores(tmp_path: Path, eight_cores: None) -> None:
-    assert split_threads(ThreadsConfig(), local_ranks=3, root=tmp_path).update == 2
-    assert split_threads(ThreadsConfig(), local_ranks=20, root=tmp_path).update == 1
-    assert "shared by 3 ranks" in split_threads(ThreadsConfig(), local_ranks=3, root=tmp_path).sentence()
-    with pytest.raises(ConfigError, match="local_ranks is 0"):
-        split_threads(ThreadsConfig(), local_ranks=0)
 
 
 def test_a_launchers_omp_num_threads_does_not_bind_the_update() -> None:

@@ -102,6 +102,8 @@ CONFIG_FIELDS = {
         "compute",
         "update",
         "copies",
+        "bind",
+        "cpus",
     ],
     "LinksConfig": [
         "h2d_gbps",
