@@ -1,8 +1,9 @@
-"""`offload-engine bench update`: the fused CPU AdamW against torch's fused AdamW and against memory bandwidth.
+"""`offload-engine bench update`: the CPU update against memory bandwidth, torch's fused optimizers and DeepSpeed's.
 
-All run in turns on the same arrays, A B C A B C; medians are compared. The ceiling is a loop in the extension that
-reads and writes the same bytes in the same order (28 per parameter) with one addition for each, with software prefetch
-or without, whichever is faster: what an update could reach if its arithmetic were free.
+All run in turns on the same arrays, A B C A B C; ratios are of medians, with 95 % intervals in brackets. The ceiling is
+a loop in the extension over the same byte streams with next to no arithmetic, with software prefetch or without,
+whichever is faster: what an update could reach if its arithmetic were free. DeepSpeed is measured where it is
+installed.
 """
 
 from __future__ import annotations
@@ -10,135 +11,224 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_engine import kernels
+from offload_engine.bench.rivals import DeepSpeed, Torch, deepspeed
+from offload_engine.bench.update_accuracy import AccuracyRow, measure_accuracy
+from offload_engine.bench.update_arrays import LAYOUTS, RULES
+from offload_engine.bench.update_cases import (
+    BusyRow,
+    CacheRow,
+    TensorsRow,
+    measure_busy,
+    measure_cache,
+    measure_tensors,
+)
+from offload_engine.bench.update_rate import UpdateRow, measure_rate
+from offload_engine.errors import KernelError
 from offload_engine.host.topology import usable_cores
 
-__all__ = ["UpdateRow", "main", "run"]
+__all__ = ["MEASURES", "Row", "Selection", "main", "run"]
 
-_TORCH_JOB = {
-    "fp32": "torch.optim.AdamW(fused=True)",
-    "mixed": "gradient.float(), torch.optim.AdamW(fused=True) on the fp32 masters, working.copy_(master)",
+Row = UpdateRow | TensorsRow | BusyRow | CacheRow | AccuracyRow
+
+MEASURES = {
+    "layouts": "AdamW in every layout, size and number of threads",
+    "rules": "the other rules at 16M parameters on all threads",
+    "tensors": "1,000 tensors of 4,096 parameters against one tensor of the same total",
+    "busy": "1M parameters while another process takes one of the cores",
+    "cache": "1M parameters: prefetch and stores as chosen by size, against each by force",
+    "accuracy": "100 steps against AdamW in float64",
 }
+_RULE_LAYOUTS = ("fp32", "mixed", "split", "split24+int8")
+_TENSORS, _EACH_NUMEL = 1000, 4096
+_SMALL_NUMEL = 1_000_000
 
 
 @dataclass(frozen=True)
-class UpdateRow:
-    """One case. Rates are of medians; GB are 1e9 bytes that the update must read and write."""
+class Selection:
+    """What is measured; empty: all, at the sizes of `MEASURES`."""
 
-    rule: str
-    layout: str
-    """"fp32": gradient and states in fp32. "mixed": bf16 gradient in, fp32 states, bf16 working copy out."""
-    grad_dtype: str
-    isa: str
-    threads: int
-    numel: int
-    gparams_per_s: float
-    gb_per_s: float
-    ceiling_gb_per_s: float
-    share_of_ceiling: float
-    torch_gparams_per_s: float
-    over_torch_fused: float
-    torch_job: str
+    measures: Sequence[str] = ()
+    rules: Sequence[str] = ()
+    layouts: Sequence[str] = ()
+    numels: Sequence[int] = ()
+    threads: Sequence[int] = field(default_factory=lambda: sorted({1, usable_cores()}))
+    rounds: int = 9
+    """Turns that count, after one that does not."""
+    isa: str = "auto"
 
 
-def run(
-    *,
-    numels: Sequence[int] = (1_000_000, 16_000_000, 128_000_000),
-    threads: Sequence[int] = (),
-    layouts: Sequence[str] = ("mixed", "fp32"),
-    rounds: int = 9,
-    isa: str = "auto",
-    report: Callable[[UpdateRow], None] = lambda row: None,
-) -> list[UpdateRow]:
+def run(chosen: Selection, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Measure every case in turn and return the rows; `report` gets each as soon as it is known.
 
-    Args:
-        threads: counts to measure; by default 1 and all usable cores.
-        rounds: turns that count, after one that does not.
+    Raises:
+        BuildError: the native extension is missing.
+        ConfigError: the instruction set is not there.
     """
-    backend = kernels.load("native", isa)
-    before = torch.get_num_threads()
-    rows = []
-    try:
-        for count in threads or sorted({1, usable_cores()}):
-            pool = backend.WorkerPool(count)
-            lane: Any = backend.Lane("bench", pool=pool)
-            torch.set_num_threads(count)
-            for numel in numels:
-                for layout in layouts:
-                    rows.append(_measure(lane, backend.isa, layout, numel, count, rounds))
-                    report(rows[-1])
-            lane.close()
-            pool.close()
-    finally:
-        torch.set_num_threads(before)
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        report(row)
+
+    backend = kernels.load("native", chosen.isa)
+    measures = chosen.measures or tuple(MEASURES)
+    for threads in chosen.threads:
+        with _lane(backend, threads) as lane:
+            if "layouts" in measures and (not chosen.rules or "adamw" in chosen.rules):
+                for numel in chosen.numels or (_SMALL_NUMEL, 16_000_000, 128_000_000):
+                    _rates(
+                        lane,
+                        backend.isa,
+                        threads,
+                        "adamw",
+                        chosen.layouts or LAYOUTS,
+                        numel,
+                        chosen.rounds,
+                        add,
+                    )
+            if "rules" in measures and threads == max(chosen.threads):
+                for rule in [rule for rule in chosen.rules or RULES if rule != "adamw"]:
+                    for numel in chosen.numels or (16_000_000,):
+                        layouts = chosen.layouts or _RULE_LAYOUTS
+                        _rates(lane, backend.isa, threads, rule, layouts, numel, chosen.rounds, add)
+            _small_cases(lane, backend.isa, threads, measures, chosen, add)
+    if "accuracy" in measures:
+        isas = kernels.available_isas() if chosen.isa == "auto" else [chosen.isa]
+        measure_accuracy(isas, tuple(chosen.layouts or LAYOUTS), _rivals(), report=add)
     return rows
 
 
-def _measure(lane: Any, isa: str, layout: str, numel: int, threads: int, rounds: int) -> UpdateRow:
-    mixed = layout == "mixed"
-    # Positive values throughout: the ceiling's sums must not make a second moment negative.
-    master, exp_avg, exp_avg_sq = (torch.full((numel,), value) for value in (1.0, 1e-3, 1e-6))
-    grad = torch.full((numel,), 1e-3, dtype=torch.bfloat16 if mixed else torch.float32)
-    working = torch.zeros(numel, dtype=torch.bfloat16) if mixed else None
+def _rates(
+    lane: Any,
+    isa: str,
+    threads: int,
+    rule: str,
+    layouts: Sequence[str] | dict[str, Any],
+    numel: int,
+    rounds: int,
+    add: Callable[[Row], None],
+) -> None:
+    for layout in layouts:
+        try:
+            add(measure_rate(lane, isa, rule, layout, numel, threads, rounds, Torch(), deepspeed()))
+        except KernelError as error:
+            print(f"{rule} {layout}: not measured: {error}", file=sys.stderr)
 
-    theirs = torch.nn.Parameter(master)
-    theirs.grad = torch.zeros(numel) if mixed else grad
-    optimizer = torch.optim.AdamW([theirs], lr=1e-4, fused=True)
-    optimizer.state[theirs] = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def torch_job() -> None:
-        if mixed and theirs.grad is not None and working is not None:
-            theirs.grad.copy_(grad)
-            optimizer.step()
-            working.copy_(master)
+def _small_cases(
+    lane: Any, isa: str, threads: int, measures: Sequence[str], chosen: Selection, add: Callable[[Row], None]
+) -> None:
+    rounds, rivals = 3 * chosen.rounds, _rivals()
+    if "tensors" in measures:
+        add(measure_tensors(lane, isa, threads, rounds, rivals, tensors=_TENSORS, each_numel=_EACH_NUMEL))
+    if "cache" in measures:
+        for layout in ("fp32", "mixed"):
+            add(measure_cache(lane, isa, layout, threads, rounds, numel=_SMALL_NUMEL))
+    if "busy" in measures and threads == max(chosen.threads):
+        if threads > 1:
+            add(measure_busy(lane, isa, threads, chosen.rounds, rivals, numel=_SMALL_NUMEL))
         else:
-            optimizer.step()
+            print("busy: not measured, it needs two cores or more", file=sys.stderr)
 
-    segments = [kernels.UpdateSegment(0, numel, 1e-4, 0.9, 0.999, 1e-8, 1e-2, 10, True, False)]
-    arrays = ("adam", master, (exp_avg, exp_avg_sq), grad, working, segments)
-    jobs: dict[str, Callable[[], object]] = {
-        "bytes": lambda: lane.update_bytes(*arrays, 1e-6, prefetch=False).wait(),
-        "bytes, prefetched": lambda: lane.update_bytes(*arrays, 1e-6, prefetch=True).wait(),
-        "ours": lambda: lane.update(*arrays).wait(),
-        "torch": torch_job,
-    }
-    times_s: dict[str, list[float]] = {name: [] for name in jobs}
-    repeats = max(1, 2_000_000 // numel)  # small cases are too short for one clock reading
-    for turn in range(rounds + 1):
-        for name, job in jobs.items():
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                job()
-            if turn > 0:
-                times_s[name].append((time.perf_counter() - begin) / repeats)
 
-    median_s = {name: statistics.median(times) for name, times in times_s.items()}
-    ceiling_s = min(median_s["bytes"], median_s["bytes, prefetched"])
-    nbytes = numel * (24 + grad.element_size() + (0 if working is None else working.element_size()))
-    return UpdateRow(
-        rule="adamw",
-        layout=layout,
-        grad_dtype=str(grad.dtype).removeprefix("torch."),
-        isa=isa,
-        threads=threads,
-        numel=numel,
-        gparams_per_s=numel / median_s["ours"] / 1e9,
-        gb_per_s=nbytes / median_s["ours"] / 1e9,
-        ceiling_gb_per_s=nbytes / ceiling_s / 1e9,
-        share_of_ceiling=ceiling_s / median_s["ours"],
-        torch_gparams_per_s=numel / median_s["torch"] / 1e9,
-        over_torch_fused=median_s["torch"] / median_s["ours"],
-        torch_job=_TORCH_JOB[layout],
+def _rivals() -> list[Torch | DeepSpeed]:
+    found = deepspeed()
+    return [Torch(), *([] if isinstance(found, str) else [found])]
+
+
+@contextmanager
+def _lane(backend: kernels.Backend, threads: int) -> Iterator[Any]:
+    """Give a lane with as many threads; torch and what else uses OpenMP get as many meanwhile."""
+    before = torch.get_num_threads()
+    pool = backend.WorkerPool(threads)
+    lane = backend.Lane("bench", pool=pool)
+    torch.set_num_threads(threads)
+    try:
+        yield lane
+    finally:
+        torch.set_num_threads(before)
+        lane.close()
+        pool.close()
+
+
+class _Table:
+    """Prints rows for people, a heading before each kind."""
+
+    def __init__(self) -> None:
+        self._heading = ""
+
+    def __call__(self, row: Row) -> None:
+        heading, line = _words(row)
+        if heading != self._heading:
+            print(f"\n{heading}")
+            self._heading = heading
+        print(line, flush=True)
+
+
+def _words(row: Row) -> tuple[str, str]:
+    """Return the heading that a row stands under, and its line."""
+    case = f"{row.rule:<8}{row.layout:<22}"
+    if isinstance(row, AccuracyRow):
+        heading = (
+            f"After {row.steps} steps of {row.numel:,} parameters, error in units of lr against float64 AdamW\n"
+            f"{'rule':<8}{'layout':<22}{'by':<11}{'isa':<8}{'maximum':>10}{'mean':>10}"
+        )
+        by = f"{row.implementation:<11}{row.isa or '-':<8}"
+        return heading, f"{case}{by}{row.max_error_lr:>10.2e}{row.mean_error_lr:>10.2e}"
+    case += f"{row.threads:>3}{row.numel / 1e6:>7.4g}M"
+    columns = f"{'rule':<8}{'layout':<22}{'thr':>3}{'numel':>8}"
+    if isinstance(row, UpdateRow):
+        heading = (
+            f"{columns}{'held':>6} {'Gparam/s':>9}{'GB/s':>6}  {'share of ceiling':<17} {'over torch':<17} "
+            f"{'over deepspeed':<17} {'over fp32 states':<17}"
+        )
+        rates = f"{row.bytes_per_param:>6.2f} {row.gparams_per_s:>9.3f}{row.gb_per_s:>6.1f}"
+        ratios = (
+            _with_interval(row.share_of_ceiling, row.share_of_ceiling_interval),
+            _with_interval(row.over_torch_fused, row.over_torch_fused_interval),
+            _with_interval(row.over_deepspeed, row.over_deepspeed_interval),
+            _with_interval(row.over_fp32_layout, row.over_fp32_layout_interval),
+        )
+        return heading, f"{case}{rates}  " + " ".join(f"{text:<17}" for text in ratios)
+    if isinstance(row, TensorsRow):
+        own = _with_interval(row.over_one_tensor, row.over_one_tensor_interval)
+        others = "; ".join(
+            f"{name} {row.rivals_over_one_tensor[name]:.2f} "
+            f"(ours is {_with_interval(over, row.over_rivals_interval[name])} times as fast)"
+            for name, over in row.over_rivals.items()
+        )
+        heading = f"{row.tensors:,} tensors against one of the same total: time / time of one"
+        listed = f"listed anew {row.listed_over_one_tensor:.2f}"
+        return heading, f"{case}  {row.ms:.2f} ms, {own}, {listed}; {others}"
+    if isinstance(row, BusyRow):
+        own = _with_interval(row.over_quiet, row.over_quiet_interval)
+        others = "; ".join(
+            f"{name} {_with_interval(over, row.rivals_over_quiet_interval[name])}"
+            for name, over in row.rivals_over_quiet.items()
+        )
+        heading = "A busy process on one of the cores: time / quiet time"
+        return heading, f"{case}  {row.busy_ms:.2f} ms, {own}; {others}"
+    heading = "Best variant with regular stores / own choice (above 1: the own choice is faster), ms of each"
+    own = _with_interval(row.over_best_regular, row.over_best_regular_interval)
+    return heading, f"{case}  {own}; {row.ms:.3f}; " + ", ".join(
+        f"{n} {ms:.3f}" for n, ms in row.variants_ms.items()
     )
+
+
+def _with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    if value is None or interval is None:
+        return "-"
+    return f"{value:.2f} [{interval[0]:.2f} {interval[1]:.2f}]"
 
 
 def _numel(text: str) -> int:
@@ -150,39 +240,64 @@ def _numel(text: str) -> int:
     return number
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    measures = "; ".join(f"{name}: {words}" for name, words in MEASURES.items())
+    parser = argparse.ArgumentParser(prog="offload-engine bench update", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of a table")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON rows to a file as well")
+    parser.add_argument(
+        "--measure", nargs="+", choices=tuple(MEASURES), default=(), help=f"default: all. {measures}"
+    )
+    parser.add_argument("--rule", nargs="+", choices=RULES, default=(), help="default: all")
+    parser.add_argument("--layout", nargs="+", choices=tuple(LAYOUTS), default=(), help="default: all")
+    parser.add_argument(
+        "--numel", nargs="+", type=_numel, default=(), help="for layouts (1M 16M 128M) and rules (16M)"
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=_positive, default=(), help="default: 1 and all usable cores"
+    )
+    parser.add_argument("--rounds", type=_positive, default=Selection.rounds, help="turns that count")
+    parser.add_argument("--isa", default="auto", help="force an instruction set")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line: a table, or JSON rows with --json."""
-    parser = argparse.ArgumentParser(prog="offload-engine bench update", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--numel", nargs="+", type=_numel, default=[_numel(n) for n in ("1M", "16M", "128M")])
-    parser.add_argument("--threads", nargs="+", type=int, default=[], help="default: 1 and all usable cores")
-    parser.add_argument("--layout", nargs="+", choices=("mixed", "fp32"), default=["mixed", "fp32"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--isa", default="auto", help="force an instruction set")
-    options = parser.parse_args(argv)
-
-    def line(row: UpdateRow) -> None:
-        case = f"{row.layout:>6} {row.threads:>7} {row.numel / 1e6:>7.0f}M"
-        rates = f"{row.gparams_per_s:>10.3f} {row.gb_per_s:>7.1f} {row.ceiling_gb_per_s:>8.1f}"
-        print(f"{case} {rates} {row.share_of_ceiling:>7.0%} {row.over_torch_fused:>10.2f}x", flush=True)
-
-    if not options.json:
-        print(
-            kernels.load("native", options.isa).describe()
-            + f"; torch {torch.__version__}, {os.cpu_count()} cores"
-        )
-        print("layout threads    numel  Gparams/s    GB/s  ceiling   share  over torch")
-    rows = run(
-        numels=options.numel,
-        threads=options.threads,
-        layouts=options.layout,
+    options = _parser().parse_args(argv)
+    threads = {"threads": options.threads} if options.threads else {}
+    chosen = Selection(
+        options.measure,
+        options.rule,
+        options.layout,
+        options.numel,
         rounds=options.rounds,
         isa=options.isa,
-        report=(lambda row: None) if options.json else line,
+        **threads,
     )
+    if not options.json:
+        print(
+            f"{kernels.load('native', options.isa).describe()}; torch {torch.__version__}, {os.cpu_count()} cores"
+        )
+    theirs = deepspeed()
+    absent = f"DeepSpeed: {theirs}; its columns stay empty" if isinstance(theirs, str) else ""
+    print(absent or f"DeepSpeed {theirs.version}", file=sys.stderr)  # type: ignore[union-attr]
+    rows = run(chosen, (lambda row: None) if options.json else _Table())
+    text = json.dumps([asdict(row) for row in rows], indent=1)
+    if options.save is not None:
+        options.save.write_text(text + "\n", encoding="utf-8")
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        print(text)
     else:
-        for layout in options.layout:
-            print(f"{layout}: torch's side is {_TORCH_JOB[layout]}")
+        jobs = {
+            (row.layout, row.torch_job, row.deepspeed_job): None for row in rows if isinstance(row, UpdateRow)
+        }
+        for layout, torch_job, deepspeed_job in jobs:
+            print(f"{layout}: torch's side is {torch_job}; DeepSpeed's: {deepspeed_job}")
     return 0
