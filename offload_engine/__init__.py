@@ -17,6 +17,7 @@ from offload_engine.errors import (
     StateError,
     UnsupportedError,
 )
+from offload_engine.optim import Lion, Muon, SignSGD
 from offload_engine.plan import DeviceShare, StepPlan
 from offload_engine.timeline import Timeline
 
@@ -32,10 +33,13 @@ __all__ = [
     "HostMemoryError",
     "KernelError",
     "LinksConfig",
+    "Lion",
     "LossScaleConfig",
+    "Muon",
     "NonFiniteError",
     "OffloadEngine",
     "OffloadEngineError",
+    "SignSGD",
     "StateError",
     "StepPlan",
     "ThreadsConfig",

@@ -32,7 +32,6 @@ from offload_engine.device import Device, open_device, visible_devices
 from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.host import HostBudget, SlabAllocator, bound_threads, host_limits, peak_rss_bytes
-from offload_engine.kernels.codecs import STATE_KEYS
 from offload_engine.optim import (
     DeviceUpdates,
     OffloadOptimizer,
@@ -40,6 +39,7 @@ from offload_engine.optim import (
     UpdatePipeline,
     check_optimizer,
     check_states,
+    state_keys,
 )
 from offload_engine.plan import StepPlan
 from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, setup_lines, spared_buckets
@@ -113,7 +113,7 @@ class OffloadEngine:
         registry = discover(model, optimizer.param_groups, precision)
 
         refuse_wrapped(registry)
-        assign_states(registry, config, lambda group: STATE_KEYS["adam"])
+        assign_states(registry, config, partial(state_keys, kind=type(optimizer)))
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
         offloaded = offloadable(model, config.activation_modules) if offloads else {}

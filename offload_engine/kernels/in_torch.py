@@ -22,7 +22,7 @@ from offload_engine.kernels.codecs import (
     write_state,
 )
 
-__all__ = ["SCRATCH_BYTES_PER_ELEMENT", "SCRATCH_NUMEL", "update_in_torch"]
+__all__ = ["SCRATCH_BYTES_PER_ELEMENT", "SCRATCH_NUMEL", "lerp", "signs", "update_in_torch"]
 
 SCRATCH_NUMEL = 1 << 20
 """Elements that are worked on at a time."""
@@ -88,14 +88,14 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return x.double().sqrt_().float()
 
 
-def _lerp(m: torch.Tensor, g: torch.Tensor, beta: float) -> torch.Tensor:
+def lerp(m: torch.Tensor, g: torch.Tensor, beta: float) -> torch.Tensor:
     """Return m + (g - m) * (1 - beta), from the gradient's side where that is the nearer one, as torch's lerp."""
     if beta <= 0.5:
         return g - (g - m).mul_(beta)
     return (g - m).mul_(1 - beta).add_(m)
 
 
-def _sign(x: torch.Tensor) -> torch.Tensor:
+def signs(x: torch.Tensor) -> torch.Tensor:
     """Return 1 and -1; zeros and NaN stay what they are."""
     return torch.where((x > 0) | (x < 0), x.sign(), x)
 
@@ -115,7 +115,7 @@ def _adam(s: UpdateSegment, device: torch.device) -> Apply:
         p.mul_(decay)
         if l2:
             g.add_(torch.mul(p, l2))
-        m.copy_(_lerp(m, g, s.beta1))
+        m.copy_(lerp(m, g, s.beta1))
         v.mul_(s.beta2).add_(torch.mul(g, 1 - s.beta2).mul_(g))
         denominator = _root(v).div_(correction2_sqrt).add_(s.eps)
         p.add_(torch.mul(m, negative_step_size, out=g).div_(denominator))
@@ -126,8 +126,8 @@ def _adam(s: UpdateSegment, device: torch.device) -> Apply:
 def _lion(s: UpdateSegment, device: torch.device) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         (m,) = states
-        p.mul_(_decoupled_decay(s)).add_(_sign(_lerp(m, g, s.beta1)).mul_(-s.lr))
-        m.copy_(_lerp(m, g, s.beta2))
+        p.mul_(_decoupled_decay(s)).add_(signs(lerp(m, g, s.beta1)).mul_(-s.lr))
+        m.copy_(lerp(m, g, s.beta2))
 
     return apply
 
@@ -164,8 +164,8 @@ def _adagrad(s: UpdateSegment, device: torch.device) -> Apply:
 def _sign_sgd(s: UpdateSegment, device: torch.device) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         for b in states:
-            g = b.copy_(_lerp(b, g, s.beta1))
-        p.mul_(_decoupled_decay(s)).add_(_sign(g).mul_(-s.lr))
+            g = b.copy_(lerp(b, g, s.beta1))
+        p.mul_(_decoupled_decay(s)).add_(signs(g).mul_(-s.lr))
 
     return apply
 

@@ -19,8 +19,7 @@ from offload_engine.buckets import Bucket
 from offload_engine.device import Device, DeviceBuffer, Transfer
 from offload_engine.errors import DeviceMemoryError, KernelError
 from offload_engine.kernels import Event
-from offload_engine.kernels.in_torch import SCRATCH_BYTES_PER_ELEMENT, SCRATCH_NUMEL, update_in_torch
-from offload_engine.optim.segments import Part
+from offload_engine.optim.segments import Part, update_part
 from offload_engine.streaming import LaneLog
 from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_READ, CAUSE_UPDATE, D2H, H2D
 
@@ -194,30 +193,27 @@ class DeviceUpdates:
         self._log.busy(f"update {bucket.name}", bucket.index)
         master = place.arrays["working copy" if bucket.is_own_master else "master"]
         working = None if bucket.is_own_master else place.arrays["working copy"]
-        self._reserve_scratch(bucket)
+        self._reserve_scratch(job)
         with (
             torch.no_grad(),
             _no_dispatch(),
         ):  # its temporaries are kernel scratch, which the ledger leaves out
-            covered = sum(s.numel for p in job.parts for s in p.segments)
+            covered = sum(part.numel for part in job.parts)
             if working is not None and not bucket.is_split and covered < bucket.numel:
                 working.copy_(master)  # what no segment covers goes back as it came
             states = [place.arrays[key] for key in bucket.states]
             for part in job.parts:
                 grad = place.arrays[_kind_of(part)]
-                for segment in part.segments:
-                    update_in_torch(part.rule, master, states, grad, working, segment, grad_scale)
+                update_part(part, master, states, grad, working, grad_scale)
         self._log.busy(f"update {bucket.name}", bucket.index)
         self._start_back(job, place)
         self.updates += 1
 
-    def _reserve_scratch(self, bucket: Bucket) -> None:
+    def _reserve_scratch(self, job: UpdateJob) -> None:
         """Have torch's allocator get the scratch before anything changes: resident states have no other copy."""
         if self._device.torch_device.type != "cpu":
-            numel = min(SCRATCH_NUMEL, bucket.numel)
-            torch.empty(
-                numel * SCRATCH_BYTES_PER_ELEMENT, dtype=torch.uint8, device=self._device.torch_device
-            )
+            nbytes = max(part.scratch_bytes for part in job.parts)
+            torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _start_back(self, job: UpdateJob, place: _OnDevice) -> None:
         bucket = job.bucket

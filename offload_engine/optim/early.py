@@ -69,6 +69,8 @@ class EarlyUpdates:
         if len(parts) != 1:  # gradients in two arrays: a second pass would take the first one's elements back
             return
         part = parts[0]
+        if part.rule == "muon":  # the device's, in step()
+            return
         assert bucket.master is not None
         spare = bucket.spare
         own = bucket.is_own_master

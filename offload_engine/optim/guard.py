@@ -19,7 +19,7 @@ from offload_engine.buckets import Bucket
 from offload_engine.device.torch_modes import insert_mode, remove_mode
 from offload_engine.streaming import Touched
 
-__all__ = ["ReadGuard"]
+__all__ = ["ReadGuard", "writes_in_place"]
 
 
 def _metadata_functions() -> frozenset[Any]:
@@ -42,17 +42,28 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 _METADATA, _READ, _WRITE = range(3)
-_WRITERS = frozenset(
+_IN_PLACE = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
-    "__ixor__ __ilshift__ __irshift__ numpy __array__ __dlpack__ untyped_storage storage data_ptr".split()
+    "__ixor__ __ilshift__ __irshift__".split()
 )
-"""Besides the names that end in one underscore; the last six hand out memory that others may write."""
+"""Besides the names that end in one underscore."""
+_HANDING_OUT = frozenset("numpy __array__ __dlpack__ untyped_storage storage data_ptr".split())
+"""They hand out memory that others may write."""
+
+
+def _name_of(function: Any) -> str:
+    name: str = getattr(function, "__name__", "").partition(".")[0]  # an overload is named "mul_.Tensor"
+    return name
+
+
+def writes_in_place(function: Any) -> bool:
+    """Return whether a torch function writes into its first argument."""
+    name = _name_of(function)
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _kind_of(function: Any) -> int:
-    name = getattr(function, "__name__", "").partition(".")[0]  # an overload is named "mul_.Tensor"
-    in_place = name.endswith("_") and not name.endswith("__")
-    return _WRITE if in_place or name in _WRITERS else _READ
+    return _WRITE if writes_in_place(function) or _name_of(function) in _HANDING_OUT else _READ
 
 
 class ReadGuard(TorchFunctionMode):

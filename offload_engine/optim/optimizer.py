@@ -5,20 +5,18 @@ It shares the adopted optimizer's param group dictionaries, so schedulers made f
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry, Registry
-from offload_engine.errors import CheckpointError, StateError, UnsupportedError
-from offload_engine.optim.groups import check_groups, check_optimizer
+from offload_engine.errors import CheckpointError, UnsupportedError
+from offload_engine.optim.groups import check_groups, check_optimizer, counts_steps, state_keys
+from offload_engine.optim.state_view import DecodedState, State, StateView
 
 __all__ = ["OffloadOptimizer", "check_states"]
-
-_State = dict[str, torch.Tensor]
 
 
 def check_states(registry: Registry, state: dict[torch.Tensor, dict[str, Any]]) -> None:
@@ -29,16 +27,17 @@ def check_states(registry: Registry, state: dict[torch.Tensor, dict[str, Any]]) 
     """
     for param, values in state.items():
         entry = registry.by_param.get(id(param))
-        if entry is None or entry.group is None:
+        present = _present(values)
+        if entry is None or entry.group is None or not present:
             continue
-        missing = {"step", "exp_avg", "exp_avg_sq"} - values.keys()
-        extra = values.keys() - {"step", "exp_avg", "exp_avg_sq"}
-        if missing or extra:
+        needed = _names(entry)
+        if present != set(needed):
+            words = f"{', '.join(needed)} are needed and nothing else" if needed else "nothing"
             raise CheckpointError(
-                f"the state of '{entry.name}' has {sorted(values)}; step, exp_avg and exp_avg_sq are needed and "
-                f"nothing else has a place. Load a state of torch.optim.Adam or AdamW without amsgrad."
+                f"the state of '{entry.name}' has {sorted(present)}; {words} has a place. Load a state of the same "
+                f"optimizer class with the same settings (Adam and AdamW without amsgrad)."
             )
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in entry.state_keys:
             if values[name].shape != entry.shape:
                 raise CheckpointError(
                     f"{name} of '{entry.name}' has shape {tuple(values[name].shape)}, the parameter "
@@ -46,98 +45,22 @@ def check_states(registry: Registry, state: dict[torch.Tensor, dict[str, Any]]) 
                 )
 
 
-class _ParameterState(dict[str, torch.Tensor]):
-    """The state of one parameter: views of the slabs. Assigning an item writes into its view."""
-
-    def __setitem__(self, key: str, value: torch.Tensor | float) -> None:
-        own = self.get(key)
-        if own is None:
-            present = ", ".join(self) or "nothing before its first step"
-            raise StateError(
-                f"a parameter's state has no place for '{key}': it has {present}. "
-                f"Only step, exp_avg and exp_avg_sq are kept; use optimizer.load_state_dict to set them before a step."
-            )
-        with torch.no_grad():
-            if isinstance(value, torch.Tensor):
-                own.copy_(value)
-            else:
-                own.fill_(value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def _keep(self, *_: Any) -> Any:
-        raise StateError(
-            "parts of a parameter's state cannot be taken away; del optimizer.state[p] starts it anew."
-        )
-
-    __delitem__ = pop = popitem = clear = setdefault = _keep
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return {key: value.clone() for key, value in self.items()}
-
-    def __reduce__(self) -> Any:
-        return (
-            OrderedDict,
-            (),
-            None,
-            None,
-            iter(self.items()),
-        )  # which torch.load takes with weights_only=True
+def _names(entry: ParameterEntry) -> tuple[str, ...]:
+    """Return what the state of a parameter has in torch's format."""
+    return (*(("step",) if counts_steps(entry.state_keys) else ()), *entry.state_keys)
 
 
-class _StateView(MutableMapping[torch.Tensor, _State]):
-    """`optimizer.state`: parameter -> {"step", "exp_avg", "exp_avg_sq"}, views of the host slabs, read when asked.
-
-    As in torch, a parameter appears with its first step, and has an empty state before. Reading waits for the update
-    that is writing it.
-    """
-
-    def __init__(self, registry: Registry, read: Callable[[ParameterEntry], _State]) -> None:
-        self._registry = registry
-        self._read = read
-
-    def _entry(self, param: object) -> ParameterEntry | None:
-        entry = self._registry.by_param.get(id(param))
-        return entry if entry is not None and entry.group is not None and bool(entry.step) else None
-
-    def __getitem__(self, param: torch.Tensor) -> _State:
-        entry = self._entry(param)
-        return _ParameterState() if entry is None else _ParameterState(self._read(entry))
-
-    def __contains__(self, param: object) -> bool:
-        return self._entry(param) is not None
-
-    def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        return self[param] if param in self else default
-
-    def __setitem__(self, param: torch.Tensor, value: _State) -> None:
-        raise StateError(
-            "optimizer.state cannot be assigned: its tensors are views of the engine's slabs. Write into them "
-            "(optimizer.state[p]['exp_avg'].copy_(...)), or use optimizer.load_state_dict."
-        )
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        entry = self._entry(param)
-        if entry is None:
-            raise KeyError(param)
-        for value in self._read(entry).values():
-            value.zero_()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (e.param for e in self._registry.entries if e.group is not None and bool(e.step))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _present(values: dict[str, Any]) -> set[str]:
+    """Return the names in a state; SGD writes None for a momentum that has not started."""
+    return {name for name, value in values.items() if value is not None}
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
     """Facade over the engine's update.
 
     Args:
-        adopted: `torch.optim.AdamW` or `Adam`; its `step`, `zero_grad`, `state` and `load_state_dict` act on the
-            engine from now until `detach`.
+        adopted: one of the classes in `groups.SUPPORTED`; its `step`, `zero_grad`, `state` and `load_state_dict` act on
+            the engine from now until `detach`.
         run_step: does one optimizer step on the gradients that are there.
         wait: waits for the pending update of a bucket.
     """
@@ -156,6 +79,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._run_step = run_step
         self._wait = wait
         self._adopted = adopted
+        self._laid_out = [state_keys(group, type(adopted)) for group in adopted.param_groups]
         before = dict(adopted.state)
         super().__init__(adopted.param_groups, adopted.defaults)
         self.param_groups = adopted.param_groups
@@ -164,8 +88,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 setattr(
                     self, name, hooks
                 )  # one set of step and state hooks, whichever object they are registered on
-        self.state = _StateView(registry, self._read_state)  # type: ignore[assignment]
-        self._take_state(before)
+        self.state = StateView(  # type: ignore[assignment]
+            registry, self._appears, self._read_state, self._write_state, self._reset_state
+        )
+        self._take_state(before, fresh=True)
         self._redirect()
 
     # The adopted optimizer.
@@ -210,7 +136,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state = self._adopted_state
         state.clear()
         for param, values in self.state.items():
-            state[param] = dict(values)
+            state[param] = {k: v.plain() if isinstance(v, DecodedState) else v for k, v in values.items()}
         adopted.state = state
 
     # torch.optim.Optimizer.
@@ -221,6 +147,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_rules(self.param_groups)
         self._run_step()
         self._adopted._opt_called = True  # type: ignore[attr-defined]  # its schedulers look whether a step came first
         return loss
@@ -267,36 +194,86 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"the state has values for parameter {homeless[0]}, which is in none of its groups; it is damaged."
             )
         check_groups(groups)
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._check_rules(
+            [{**target, **new} for target, new in zip(self.param_groups, settings, strict=True)]
+        )
         state = {by_key[key]: value for key, value in state_dict["state"].items()}
         check_states(self._registry, state)
-        for target, source in zip(self.param_groups, groups, strict=True):
-            target.update({key: value for key, value in source.items() if key != "params"})
-        for entry in self._registry.entries:
-            if entry.group is not None and entry.param not in state:
-                for value in self._read_state(entry).values():
-                    value.zero_()
+        for target, new in zip(self.param_groups, settings, strict=True):
+            target.update(new)
         self._take_state(state)
+
+    def _check_rules(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse settings that need other states than there were places made for.
+
+        Raises:
+            UnsupportedError: a momentum has become zero or started, or use_muon has changed.
+        """
+        for number, (group, kept) in enumerate(zip(groups, self._laid_out, strict=True)):
+            wanted = state_keys(group, type(self._adopted))
+            if wanted != kept:
+                found, needed = (", ".join(keys) or "no states" for keys in (kept, wanted))
+                raise UnsupportedError(
+                    f"param group {number} keeps {found}; with its settings now (momentum, use_muon) it would keep "
+                    f"{needed}. The engine lays out its states at wrapping: set them back, or call engine.close() and "
+                    f"wrap anew."
+                )
 
     # State.
 
-    def _read_state(self, entry: ParameterEntry) -> _State:
+    def _appears(self, entry: ParameterEntry) -> bool:
+        return bool(_names(entry)) and (bool(entry.step) or "sum" in entry.state_keys)
+
+    @property
+    def _initial(self) -> float:
+        """What states start from: Adagrad's own value, else 0."""
+        return float(self._adopted.defaults.get("initial_accumulator_value", 0.0))
+
+    def _read_state(self, entry: ParameterEntry) -> State:
         bucket = self._buckets[entry.bucket_index]
         self._wait(bucket)
-        assert bucket.exp_avg is not None and bucket.exp_avg_sq is not None
-        return {
-            "step": entry.step,
-            "exp_avg": bucket.host_view(entry, bucket.exp_avg),
-            "exp_avg_sq": bucket.host_view(entry, bucket.exp_avg_sq),
-        }
+        found = {"step": entry.step} if counts_steps(entry.state_keys) else {}
+        for key in entry.state_keys:
+            values = bucket.read_state(entry, key)
+            plain = bucket.states[key].dtype is torch.float32
+            found[key] = values if plain else DecodedState.of(values)
+        return found
 
-    def _take_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def _write_state(self, entry: ParameterEntry, key: str, value: torch.Tensor | float) -> torch.Tensor:
+        """Make the state hold a value, and return what is read there then."""
+        bucket = self._buckets[entry.bucket_index]
+        self._wait(bucket)
+        if key == "step":
+            entry.step.fill_(float(value))
+        else:
+            bucket.write_state(entry, key, value)
+            bucket.state_writes += 1
+        return self._read_state(entry)[key]
+
+    def _reset_state(self, entry: ParameterEntry) -> None:
+        """Have the next step of a parameter be its first."""
+        entry.step.zero_()
+        for key in entry.state_keys:
+            self._write_state(entry, key, self._initial)
+
+    @torch.no_grad()
+    def _take_state(self, state: dict[torch.Tensor, dict[str, Any]], *, fresh: bool = False) -> None:
+        """Make every parameter hold its state; those that have none start anew.
+
+        Args:
+            fresh: all arrays are zero, and stay untouched where they may.
+        """
         check_states(self._registry, state)
-        with torch.no_grad():
-            for param, values in state.items():
-                entry = self._registry.by_param.get(id(param))
-                if entry is None or entry.group is None:
-                    continue
-                target = self._read_state(entry)
-                entry.step.fill_(float(values["step"]))
-                target["exp_avg"].copy_(values["exp_avg"])
-                target["exp_avg_sq"].copy_(values["exp_avg_sq"])
+        for entry in self._registry.entries:
+            if entry.group is None:
+                continue
+            values = state.get(entry.param, {})
+            if not _present(values):
+                if not fresh or self._initial:
+                    self._reset_state(entry)
+                continue
+            for key in entry.state_keys:
+                self._write_state(entry, key, values[key])
+            # Where torch counts no steps it only matters whether there was one: SGD's momentum starts with the first.
+            entry.step.fill_(float(values.get("step", 1.0)))

@@ -19,7 +19,7 @@ from offload_engine.optim.device_update import DeviceUpdates, UpdateJob
 from offload_engine.optim.early import EarlyUpdates
 from offload_engine.optim.groups import GroupSettings
 from offload_engine.optim.guard import ReadGuard
-from offload_engine.optim.segments import Part, parts_of
+from offload_engine.optim.segments import Part, parts_of, update_part
 from offload_engine.plan import StepPlan
 from offload_engine.streaming import GradientRelease, GradientStore, LaneLog, ResidencyManager, Touched
 from offload_engine.timeline import CAUSE_READ, CAUSE_UPDATE, CPU_UPDATE
@@ -153,7 +153,7 @@ class UpdatePipeline:
                 continue
             bucket = self._buckets[index]
             parts = parts_of(bucket, group, settings)
-            if index in self._on_device:
+            if index in self._on_device or parts[0].rule == "muon":
                 self.early.drop(bucket)
                 device_jobs.append(UpdateJob(bucket, parts))
             else:
@@ -208,6 +208,9 @@ class UpdatePipeline:
         known = (bucket.pending_update, bucket.gradient_reader, fetch)
         before = [event for event in known if event is not None]
         for part in parts:
+            if part.rule == "muon":
+                self._update_matrices(bucket, part, grad_scale, [*before, *bucket.gradient_ready])
+                continue
             event = self._lane.update(
                 part.rule,
                 bucket.master,
@@ -225,6 +228,16 @@ class UpdatePipeline:
             )
             bucket.pending_update = bucket.gradient_reader = event
             self._recent.append(event)
+
+    def _update_matrices(self, bucket: Bucket, part: Part, grad_scale: float, after: Sequence[Event]) -> None:
+        """Do what found no room on the device here and now, by the compute threads."""
+        assert bucket.master is not None
+        working = None if bucket.is_own_master else bucket.working
+        with self._log.waiting(CAUSE_UPDATE, f"update {bucket.name}", bucket.index):
+            for event in after:
+                event.wait()
+            with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                update_part(part, bucket.master, [*bucket.states.values()], part.grad, working, grad_scale)
 
     def _changed(self, bucket: Bucket) -> None:
         """Note that the host values are new: what the device has of them is old."""

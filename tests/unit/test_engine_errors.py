@@ -115,7 +115,16 @@ class SubclassedAdamW(torch.optim.AdamW):
 
 
 REFUSED_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], type[Exception], str]] = {
-    "SGD": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), oe.UnsupportedError, "SGD; supported are"),
+    "RMSprop": (
+        lambda m: torch.optim.RMSprop(m.parameters()),
+        oe.UnsupportedError,
+        r"RMSprop; supported are torch.optim.AdamW, .*offload_engine.Muon \(by",
+    ),
+    "momentum of 1": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=1.0),
+        oe.UnsupportedError,
+        r"momentum=1.0; the update has it in \[0, 1\)",
+    ),
     "subclass": (
         lambda m: SubclassedAdamW(m.parameters()),
         oe.UnsupportedError,
