@@ -8,6 +8,7 @@ device says so in `Bucket.elsewhere`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_READ, CAUSE
 
 __all__ = ["DeviceUpdates", "device_update_bytes"]
 
+_log = logging.getLogger("offload_engine")
 _no_dispatch = torch._C._DisableTorchDispatch
 
 
@@ -95,6 +97,8 @@ class DeviceUpdates:
         """Bucket updates done on the device since the start."""
         self.refused = 0
         """Bucket updates that had no room there and were left to the CPU."""
+        self.failed = 0
+        """Bucket updates left to the CPU because a copy to the device, or memory for their scratch, failed."""
         self.found_there = 0
         """Bucket updates whose states had stayed on the device since the one before."""
         self.sent_home = 0
@@ -103,8 +107,8 @@ class DeviceUpdates:
     def run(self, jobs: Sequence[UpdateJob], grad_scale: float) -> list[UpdateJob]:
         """Update buckets one after the other, the next one's states arriving and the last one's leaving meanwhile.
 
-        Returns the jobs that found no room; nothing of them has changed. Sets each other bucket's `pending_update`,
-        the copy back.
+        Returns the jobs that found no room, or whose values did not arrive; nothing of them has changed. Sets each
+        other bucket's `pending_update`, the copy back.
         """
         self._running = True  # what is needed now is not given up for room
         try:
@@ -131,7 +135,12 @@ class DeviceUpdates:
                 else:
                     started.append((job, *fetched))
             if started:
-                self._update(*started.popleft(), grad_scale)
+                job, place, transfers = started.popleft()
+                if self._arrived(job, place, transfers):
+                    self._update(job, place, grad_scale)
+                else:
+                    left.append(job)
+                    self.failed += 1
         return left
 
     # In.
@@ -176,24 +185,38 @@ class DeviceUpdates:
             transfers.append(transfer)
         return place, transfers
 
+    def _arrived(self, job: UpdateJob, place: _OnDevice, transfers: Sequence[Transfer]) -> bool:
+        """Have compute wait for what the update reads, and get its scratch; False, and all given back, if that fails.
+
+        Resident states stay as they were: who takes the job brings them home first, and hears if they are lost.
+        """
+        bucket = job.bucket
+        try:
+            if not all(transfer.done() for transfer in transfers) or not self._device.counts_everything:
+                with self._log.waiting(CAUSE_FETCH, f"states of {bucket.name}", bucket.index):
+                    for transfer in transfers:
+                        self._device.wait_compute(transfer)
+            else:
+                for transfer in transfers:
+                    transfer.wait()
+            self._reserve_scratch(job)
+        except (KernelError, torch.OutOfMemoryError) as error:
+            for transfer in transfers:
+                with suppress(KernelError):
+                    transfer.wait()
+            place.free(*(() if place.stamp is None else {_kind_of(part) for part in job.parts}))
+            _log.warning(f"the update of {bucket.name} goes to the CPU, from the same values: {error}")
+            return False
+        return True
+
     # Out.
 
-    def _update(
-        self, job: UpdateJob, place: _OnDevice, transfers: Sequence[Transfer], grad_scale: float
-    ) -> None:
+    def _update(self, job: UpdateJob, place: _OnDevice, grad_scale: float) -> None:
         bucket = job.bucket
-        if not all(transfer.done() for transfer in transfers) or not self._device.counts_everything:
-            with self._log.waiting(CAUSE_FETCH, f"states of {bucket.name}", bucket.index):
-                for transfer in transfers:
-                    self._device.wait_compute(transfer)
-        else:
-            for transfer in transfers:
-                transfer.wait()
         self._device.compute_uses(place.arrays.values(), f"update of bucket {bucket.name}")
         self._log.busy(f"update {bucket.name}", bucket.index)
         master = place.arrays["working copy" if bucket.is_own_master else "master"]
         working = None if bucket.is_own_master else place.arrays["working copy"]
-        self._reserve_scratch(job)
         with (
             torch.no_grad(),
             _no_dispatch(),
@@ -276,8 +299,17 @@ class DeviceUpdates:
             [(bucket.state_arrays[kind], place.arrays[kind])], f"{kind} of {bucket.name}"
         )
         self._follow(transfer, D2H, f"{kind} of {bucket.name}", bucket)
-        with self._log.waiting(CAUSE_READ, f"{kind} of {bucket.name}", bucket.index):
-            transfer.wait()
+        try:
+            with self._log.waiting(CAUSE_READ, f"{kind} of {bucket.name}", bucket.index):
+                transfer.wait()
+        except KernelError as error:
+            bucket.elsewhere[kind] = partial(
+                self._bring_back, bucket, kind
+            )  # the host's are still the older ones
+            raise KernelError(
+                f"{kind} of bucket {bucket.name} stayed on the device, newer than on the host, and cannot be brought "
+                f"home: {error}. If this goes on, the steps since the last checkpoint are lost for it: load that."
+            ) from error
         self._log.reap()
 
     def release(self, bucket: Bucket) -> None:
