@@ -18,7 +18,8 @@ namespace {
 
 using EventPtr = std::shared_ptr<Event>;
 
-constexpr Dtype kFloat32 = Dtype::kFloat32, kBFloat16 = Dtype::kBFloat16, kFloat16 = Dtype::kFloat16;
+constexpr Dtype kFloat32 = Dtype::kFloat32, kBFloat16 = Dtype::kBFloat16, kFloat16 = Dtype::kFloat16,
+                kInt16 = Dtype::kInt16, kInt8 = Dtype::kInt8, kUInt8 = Dtype::kUInt8;
 constexpr int64_t kSliceNs = 50'000'000;  // how often a wait looks for Ctrl-C
 
 // Calls step(ns) without the interpreter lock until it returns true or the time is over. Ctrl-C throws.
@@ -66,7 +67,7 @@ class PyLane {
   EventPtr copy(const py::sequence& dsts, const py::sequence& srcs, const py::iterable& after) {
     Tensors tensors("copy");
     size_t nbytes = 0;
-    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes);
+    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes, false);
     return submit(tensors, nbytes, after,
                   [pool = pool_, spans](Throttle& throttle) { run_copy(pool.get(), throttle, spans); });
   }
@@ -75,10 +76,7 @@ class PyLane {
                 int64_t rank) {
     Tensors tensors("move");
     size_t nbytes = 0;
-    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes);
-    for (const CopySpan& span : spans)
-      if (std::less<>()(span.dst, span.src + span.nbytes) && std::less<>()(span.src, span.dst + span.nbytes))
-        tensors.refuse("dst and src overlap", "Pass separate slabs.");
+    const std::vector<CopySpan> spans = pairs(tensors, dsts, srcs, &nbytes, true);
     const auto event = std::make_shared<Event>();
     return submit(
         tensors, nbytes, after,
@@ -90,9 +88,10 @@ class PyLane {
 
   EventPtr convert(py::handle dst, py::handle src, const py::iterable& after) {
     Tensors tensors("convert");
-    const Array to = tensors.floats(dst, "dst", {kFloat32, kBFloat16, kFloat16});
-    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    const Array to = tensors.array(dst, "dst", {kFloat32, kBFloat16, kFloat16});
+    const Array from = tensors.array(src, "src", {kFloat32, kBFloat16, kFloat16});
     tensors.expect_numel(from, "src", to.numel);
+    tensors.refuse_overlaps({use("dst", to, true), use("src", from, false)});
     return submit(
         tensors, to.numel * (itemsize(to.dtype) + itemsize(from.dtype)), after,
         [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_convert(*kernels, pool.get(), to, from); });
@@ -100,9 +99,10 @@ class PyLane {
 
   EventPtr accumulate(py::handle acc, py::handle src, const py::iterable& after) {
     Tensors tensors("accumulate");
-    const Array to = tensors.floats(acc, "acc_fp32", {kFloat32});
-    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    const Array to = tensors.array(acc, "acc_fp32", {kFloat32});
+    const Array from = tensors.array(src, "src", {kFloat32, kBFloat16, kFloat16});
     tensors.expect_numel(from, "src", to.numel);
+    tensors.refuse_overlaps({use("acc_fp32", to, true), use("src", from, false)});
     return submit(
         tensors, to.numel * (8 + itemsize(from.dtype)), after,
         [kernels = kernels_, pool = pool_, to, from](Throttle&) { run_accumulate(*kernels, pool.get(), to, from); });
@@ -110,7 +110,7 @@ class PyLane {
 
   EventPtr square_sums(py::handle src, const py::sequence& spans, py::handle out, const py::iterable& after) {
     Tensors tensors("square_sums");
-    const Array from = tensors.floats(src, "src", {kFloat32, kBFloat16, kFloat16});
+    const Array from = tensors.array(src, "src", {kFloat32, kBFloat16, kFloat16});
     std::vector<Span> parsed;
     size_t numel = 0, blocks = 0;
     for (py::handle span : spans) {
@@ -120,7 +120,9 @@ class PyLane {
       numel += size_t(n);
       blocks += (size_t(n) + kNormBlock - 1) / kNormBlock;
     }
-    double* const sums = tensors.doubles(out, "out_f64", blocks);
+    const Array out_f64 = tensors.doubles(out, "out_f64", blocks);
+    double* const sums = static_cast<double*>(out_f64.data);
+    tensors.refuse_overlaps({use("src", from, false), {"out_f64", sums, out_f64.numel * sizeof(double), true}});
     return submit(tensors, numel * itemsize(from.dtype), after,
                   [kernels = kernels_, pool = pool_, from, parsed, sums](Throttle&) {
                     run_square_sums(*kernels, pool.get(), from, parsed, sums);
@@ -130,15 +132,21 @@ class PyLane {
   EventPtr update(const std::string& rule, py::handle master, const py::sequence& states, py::handle grad,
                   py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after,
                   const py::object& out, int64_t rank) {
-    return submit_update(kernels_->adam, {}, rule, master, states, grad, working, segments, grad_scale, after, out,
-                         rank);
+    Tensors tensors("update");
+    UpdateJob job = update_job(tensors, rule, master, states, grad, working, segments, out);
+    job.update = kernels_->update[size_t(job.rule)];
+    job.grad_scale = grad_scale;
+    return submit_update(tensors, std::move(job), after, rank);
   }
 
   EventPtr update_bytes(const std::string& rule, py::handle master, const py::sequence& states, py::handle grad,
-                        py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after,
+                        py::handle working, const py::sequence& segments, double, const py::iterable& after,
                         const py::object& out, int64_t rank, bool prefetch) {
-    return submit_update(kernels_->adam_bytes, prefetch, rule, master, states, grad, working, segments, grad_scale,
-                         after, out, rank);
+    Tensors tensors("update_bytes");
+    UpdateJob job = update_job(tensors, rule, master, states, grad, working, segments, out);
+    job.update = kernels_->update_bytes;
+    job.prefetch = prefetch;
+    return submit_update(tensors, std::move(job), after, rank);
   }
 
   void close() {
@@ -168,15 +176,19 @@ class PyLane {
   }
 
   static std::vector<CopySpan> pairs(Tensors& tensors, const py::sequence& dsts, const py::sequence& srcs,
-                                     size_t* nbytes) {
+                                     size_t* nbytes, bool moves) {
     if (dsts.size() != srcs.size())
       tensors.refuse(std::to_string(dsts.size()) + " destinations, " + std::to_string(srcs.size()) + " sources",
                      "Pass pairs.");
     std::vector<CopySpan> spans;
+    std::vector<Tensors::Use> uses;
     for (size_t i = 0; i < dsts.size(); ++i) {
       spans.push_back(tensors.pair(dsts[i], srcs[i]));
       *nbytes += spans.back().nbytes;
+      uses.push_back({"dst", spans.back().dst, spans.back().nbytes, true});
+      uses.push_back({"src", spans.back().src, spans.back().nbytes, moves});
     }
+    tensors.refuse_overlaps(std::move(uses));
     return spans;
   }
 
@@ -187,7 +199,144 @@ class PyLane {
                      "Offsets and sizes are in elements.");
   }
 
-  static std::vector<UpdateSegment> parse(const Tensors& tensors, const py::sequence& segments, size_t numel) {
+  static Tensors::Use use(const char* name, const Array& array, bool written) {
+    return {name, array.data, array.numel * itemsize(array.dtype), written};
+  }
+
+  struct RuleNames {
+    const char* rule;
+    std::vector<const char*> states, outputs;
+    bool needs_states;
+  };
+  static const RuleNames& names_of(Rule rule) {
+    static const RuleNames all[kRules] = {
+        {"adam", {"exp_avg", "exp_avg_sq"}, {"exp_avg_out", "exp_avg_sq_out"}, true},
+        {"lion", {"exp_avg"}, {"exp_avg_out"}, true},
+        {"sgd", {"momentum_buffer"}, {"momentum_buffer_out"}, false},
+        {"adagrad", {"sum"}, {"sum_out"}, true},
+        {"sign", {"momentum_buffer"}, {"momentum_buffer_out"}, false},
+    };
+    return all[size_t(rule)];
+  }
+
+  static Rule rule_of(const Tensors& tensors, const std::string& name) {
+    std::string list;
+    for (size_t i = 0; i < kRules; ++i) {
+      if (name == names_of(Rule(i)).rule) return Rule(i);
+      list += std::string(i ? " or " : "") + names_of(Rule(i)).rule;
+    }
+    tensors.refuse("the rule is '" + name + "'", "It must be " + list + ".");
+  }
+
+  static UpdateJob update_job(Tensors& tensors, const std::string& rule, py::handle master, const py::sequence& states,
+                              py::handle grad, py::handle working, const py::sequence& segments,
+                              const py::object& out) {
+    UpdateJob job = {};
+    job.rule = rule_of(tensors, rule);
+    job.grad = tensors.array(grad, "grad", {kFloat32, kBFloat16, kFloat16});
+    job.state = parse_state(tensors, job, master, states, working);
+    if (!out.is_none()) job.out = parse_out(tensors, job, out);
+    std::vector<Tensors::Use> uses{use("grad", job.grad, false)};
+    const auto add = [&](const UpdateState& state, const char* of_master, const std::vector<const char*>& of_states,
+                         const char* of_working, bool written) {
+      uses.push_back(use(of_master, state.master, written));
+      for (size_t k = 0; k < state.count; ++k) uses.push_back(use(of_states[k], state.states[k], written));
+      uses.push_back(use(of_working, state.working, written));
+    };
+    const RuleNames& names = names_of(job.rule);
+    add(job.state, "master", names.states, "working", !job.out);
+    if (job.out) add(*job.out, "master_out", names.outputs, "working_out", true);
+    tensors.refuse_overlaps(std::move(uses));
+    job.segments = parse_segments(tensors, job, segments);
+    return job;
+  }
+
+  static UpdateState parse_state(Tensors& tensors, const UpdateJob& job, py::handle master, const py::sequence& states,
+                                 py::handle working) {
+    const RuleNames& names = names_of(job.rule);
+    const size_t numel = job.grad.numel;
+    const char* const why = "for the gradient's elements in this layout";
+    UpdateState state;
+    state.master = tensors.array(master, "master", {kFloat32, kBFloat16, kInt16, kInt8});
+    tensors.expect_numel(state.master, "master", master_numel(state.master.dtype, numel), why);
+    state.count = states.size();
+    if (state.count != names.states.size() && (state.count != 0 || names.needs_states))
+      tensors.refuse(std::to_string(state.count) + " states", "Pass " + std::to_string(names.states.size()) + " for " +
+                                                                  names.rule +
+                                                                  (names.needs_states ? "." : ", or none without momentum."));
+    for (size_t k = 0; k < state.count; ++k) {
+      const py::object one = states[k];
+      state.states[k] = k ? tensors.array(one, names.states[k], {state.states[0].dtype})
+                          : tensors.array(one, names.states[k], {kFloat32, kBFloat16, kUInt8});
+      tensors.expect_numel(state.states[k], names.states[k], state_numel(state.states[k].dtype, numel), why);
+    }
+    const bool split = state.master.dtype == kInt16 || state.master.dtype == kInt8;
+    if (!working.is_none()) {
+      if (state.master.dtype == kBFloat16)
+        tensors.refuse("master is bfloat16 and there is a working copy", "A bfloat16 master is one: pass None.");
+      state.working = split ? tensors.array(working, "working", {kBFloat16})
+                            : tensors.array(working, "working", {kFloat32, kBFloat16, kFloat16});
+      tensors.expect_numel(state.working, "working", numel, why);
+    } else if (split) {
+      tensors.refuse("master is a remainder and working is None", "Pass the bfloat16 working copy that it completes.");
+    }
+    return state;
+  }
+
+  static UpdateState parse_out(Tensors& tensors, const UpdateJob& job, const py::object& out) {
+    if (!PyTuple_Check(out.ptr()) || PyTuple_GET_SIZE(out.ptr()) != 3)
+      tensors.refuse("out is not a tuple of three", "Pass (master_out, states_out, working_out).");
+    const UpdateState& state = job.state;
+    const py::tuple three = py::reinterpret_borrow<py::tuple>(out);
+    const py::sequence states = three[1];
+    if (states.size() != state.count)
+      tensors.refuse(std::to_string(states.size()) + " outputs for " + std::to_string(state.count) + " states",
+                     "Pass one for each.");
+    const auto one = [&](const py::object& tensor, const char* name, const Array& like) {
+      const Array found = tensors.array(tensor, name, {like.dtype});
+      tensors.expect_numel(found, name, like.numel, "as its input");
+      return found;
+    };
+    UpdateState outputs;
+    outputs.count = state.count;
+    outputs.master = one(three[0], "master_out", state.master);
+    for (size_t k = 0; k < state.count; ++k)
+      outputs.states[k] = one(states[k], names_of(job.rule).outputs[k], state.states[k]);
+    if (three[2].is_none() != (state.working.dtype == Dtype::kNone))
+      tensors.refuse(three[2].is_none() ? "working_out is None, working is not" : "working is None, working_out is not",
+                     "Pass both or neither.");
+    if (!three[2].is_none()) outputs.working = one(three[2], "working_out", state.working);
+    return outputs;
+  }
+
+  // What must hold of a segment's numbers, whatever the rule.
+  static void check_settings(const Tensors& tensors, const UpdateJob& job, const UpdateSegment& one, int64_t seed) {
+    const auto shown = [](double x) { return py::str(py::float_(x)).cast<std::string>(); };
+    if (one.step < 1) tensors.refuse("step is " + std::to_string(one.step), "It counts this step: 1 for the first.");
+    if (job.rule == Rule::kSgd) {
+      if (!(one.beta1 >= 0 && std::isfinite(one.beta1)))
+        tensors.refuse("momentum is " + shown(one.beta1), "It must be a number from 0 up.");
+    } else if (!(one.beta1 >= 0 && one.beta1 < 1 && one.beta2 >= 0 && one.beta2 < 1)) {
+      tensors.refuse("betas are " + shown(one.beta1) + ", " + shown(one.beta2), "They must be in [0, 1).");
+    }
+    if (job.state.count == 0 && one.beta1 != 0)
+      tensors.refuse("momentum is " + shown(one.beta1) + " and there is no momentum_buffer", "Pass one.");
+    if (!(one.eps >= 0 && std::isfinite(one.eps)))
+      tensors.refuse("eps is " + shown(one.eps), "It must be a number from 0 up.");
+    const std::pair<const char*, double> numbers[] = {
+        {"lr", one.lr}, {"weight_decay", one.weight_decay}, {"dampening", one.dampening}};
+    for (const auto& [name, value] : numbers)
+      if (!std::isfinite(value)) tensors.refuse(std::string(name) + " is " + shown(value), "It must be finite.");
+    if (seed < 0 || seed > 0xFFFFFFFF)
+      tensors.refuse("seed is " + std::to_string(seed), "It must be 0 (to nearest even) to 2**32 - 1.");
+  }
+
+  static std::vector<UpdateSegment> parse_segments(const Tensors& tensors, const UpdateJob& job,
+                                                   const py::sequence& segments) {
+    const size_t numel = job.grad.numel;
+    const size_t multiple = job.state.count && job.state.states[0].dtype == kUInt8 ? kScaleBlock
+                            : job.state.master.dtype == kInt16                     ? 16
+                                                                                   : 1;
     std::vector<UpdateSegment> parsed;
     for (py::handle item : segments) {
       if (!PyTuple_Check(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 13)
@@ -196,15 +345,15 @@ class PyLane {
       const auto integer = [&](int i) { return int64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), i))); };
       const auto number = [&](int i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(item.ptr(), i)); };
       const auto truth = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(item.ptr(), i)) > 0; };
-      const int64_t offset = integer(0), n = integer(1);
-      const UpdateSegment one{size_t(offset), size_t(n), number(2),  number(3), number(4),
-                            number(5),      number(6), integer(7), truth(8),  truth(9)};
+      const int64_t offset = integer(0), n = integer(1), seed = integer(12);
+      const UpdateSegment one{size_t(offset), size_t(n),  number(2), number(3), number(4),  number(5),     number(6),
+                              integer(7),     truth(8),   truth(9),  number(10), truth(11), uint32_t(seed)};
       if (PyErr_Occurred()) throw py::error_already_set();
       check_range(tensors, "segment", offset, n, numel);
-      if (one.step < 1) tensors.refuse("step is " + std::to_string(one.step), "It counts this step: 1 for the first.");
-      if (!(one.beta1 >= 0 && one.beta1 < 1 && one.beta2 >= 0 && one.beta2 < 1))
-        tensors.refuse("betas are " + std::to_string(one.beta1) + ", " + std::to_string(one.beta2),
-                       "They must be in [0, 1).");
+      check_settings(tensors, job, one, seed);
+      if (n > 0 && one.offset_numel % multiple != 0)
+        tensors.refuse("a segment starts at element " + std::to_string(offset),
+                       "In this layout it must start at a multiple of " + std::to_string(multiple) + ".");
       if (n > 0) parsed.push_back(one);
     }
     std::sort(parsed.begin(), parsed.end(),
@@ -216,57 +365,11 @@ class PyLane {
     return parsed;
   }
 
-  EventPtr submit_update(void (*kernel)(const AdamRun&), std::optional<bool> prefetch, const std::string& rule,
-                         py::handle master, const py::sequence& states, py::handle grad, py::handle working,
-                         const py::sequence& segments, double grad_scale, const py::iterable& after,
-                         const py::object& out, int64_t rank) {
-    Tensors tensors("update");
-    if (rule != "adam") tensors.refuse("the rule is '" + rule + "'", "It must be 'adam'.");
-    if (states.size() != 2) tensors.refuse(std::to_string(states.size()) + " states", "Pass 2 for adam.");
-    const py::object exp_avg = states[0], exp_avg_sq = states[1];
-    AdamArrays arrays;
-    arrays.master = tensors.floats(master, "master", {kFloat32});
-    arrays.exp_avg = tensors.floats(exp_avg, "exp_avg", {kFloat32});
-    arrays.exp_avg_sq = tensors.floats(exp_avg_sq, "exp_avg_sq", {kFloat32});
-    arrays.grad = tensors.floats(grad, "grad", {kFloat32, kBFloat16, kFloat16});
-    if (!working.is_none()) arrays.working = tensors.floats(working, "working", {kFloat32, kBFloat16, kFloat16});
-    const size_t numel = arrays.master.numel;
-    tensors.expect_numel(arrays.exp_avg, "exp_avg", numel);
-    tensors.expect_numel(arrays.exp_avg_sq, "exp_avg_sq", numel);
-    tensors.expect_numel(arrays.grad, "grad", numel);
-    if (!working.is_none()) tensors.expect_numel(arrays.working, "working", numel);
-    std::optional<UpdateOut> outputs;
-    if (!out.is_none()) outputs = parse_out(tensors, arrays, out);
-    auto parsed = parse(tensors, segments, numel);
-    const size_t nbytes = ::offload::adam_bytes(arrays, parsed, outputs.has_value());
-    return submit(tensors, nbytes, after,
-                  [kernel, prefetch, pool = pool_, arrays, parsed = std::move(parsed), grad_scale, outputs](Throttle&) {
-                    run_adam(kernel, pool.get(), arrays, parsed, grad_scale, prefetch, outputs);
-                  },
-                  std::make_shared<Event>(), rank);
-  }
-
-  static UpdateOut parse_out(Tensors& tensors, const AdamArrays& arrays, const py::object& out) {
-    if (!PyTuple_Check(out.ptr()) || PyTuple_GET_SIZE(out.ptr()) != 3)
-      tensors.refuse("out is not a tuple of three", "Pass (master_out, states_out, working_out).");
-    const py::tuple three = py::reinterpret_borrow<py::tuple>(out);
-    const py::sequence states = three[1];
-    if (states.size() != 2)
-      tensors.refuse(std::to_string(states.size()) + " outputs for 2 states", "Pass one for each.");
-    const auto one = [&](const py::object& tensor, const char* name, const Array& like) {
-      const Array found = tensors.floats(tensor, name, {like.dtype});
-      tensors.expect_numel(found, name, like.numel);
-      return found;
-    };
-    UpdateOut outputs{one(three[0], "master_out", arrays.master),
-                      one(states[0], "exp_avg_out", arrays.exp_avg),
-                      one(states[1], "exp_avg_sq_out", arrays.exp_avg_sq),
-                      {}};
-    if (three[2].is_none() != (arrays.working.dtype == Dtype::kNone))
-      tensors.refuse(three[2].is_none() ? "working_out is None, working is not" : "working is None, working_out is not",
-                     "Pass both or neither.");
-    if (!three[2].is_none()) outputs.working = one(three[2], "working_out", arrays.working);
-    return outputs;
+  EventPtr submit_update(Tensors& tensors, UpdateJob job, const py::iterable& after, int64_t rank) {
+    const size_t nbytes = ::offload::update_bytes(job);
+    return submit(
+        tensors, nbytes, after, [pool = pool_, job = std::move(job)](Throttle&) { run_update(pool.get(), job); },
+        std::make_shared<Event>(), rank);
   }
 
   EventPtr submit(Tensors& tensors, size_t nbytes, const py::iterable& after, std::function<void(Throttle&)> run,

@@ -7,7 +7,7 @@
 namespace dlpack {
 
 enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3 };
-enum TypeCode : uint8_t { kFloat = 2, kBfloat = 4 };
+enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4 };
 
 struct DataType {
   uint8_t code, bits;

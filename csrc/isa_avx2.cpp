@@ -2,16 +2,16 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "kernels-inl.h"
+#include "update-inl.h"
 
 namespace offload {
 namespace {
 
-struct Avx2 {
-  using F = __m256;
-  static constexpr size_t kLanes = 8;
-  static constexpr bool kPrefetch = true;
+typedef float Float256 __attribute__((vector_size(32)));
+typedef uint32_t Uint256 __attribute__((vector_size(32)));
+typedef int32_t Int256 __attribute__((vector_size(32)));
 
+struct Avx2 : Lanes<Float256, Uint256, Int256> {
   static F set1(float x) { return _mm256_set1_ps(x); }
   static F sqrt(F x) { return _mm256_sqrt_ps(x); }
   static void fence() { _mm_sfence(); }
@@ -37,13 +37,38 @@ struct Avx2 {
   static void store(F x, float* p) { _mm256_storeu_ps(p, x); }
   static void store(F x, F16* p) { store_bits(half(x), p); }
   static void store(F x, BF16* p) { store_bits(bfloat(x), p); }
-  static void store(F, None*) {}
 
   static void stream_bits(__m128i x, void* p) { _mm_stream_si128(static_cast<__m128i*>(p), x); }
   static void stream(F x, float* p) { _mm256_stream_ps(p, x); }
   static void stream(F x, F16* p) { stream_bits(half(x), p); }
   static void stream(F x, BF16* p) { stream_bits(bfloat(x), p); }
-  static void stream(F, None*) {}
+
+  static U max(U a, U b) { return U(_mm256_max_epu32(__m256i(a), __m256i(b))); }
+  static bool any(U x) { return !_mm256_testz_si256(__m256i(x), __m256i(x)); }
+  static S round(F x) { return S(_mm256_cvtps_epi32(x)); }
+  static U load_u32(const uint32_t* p) { return U(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static __m128i load_bytes(const char* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+  static U load_u8(const char* p) { return U(_mm256_cvtepu8_epi32(load_bytes(p))); }
+  static U load_i8(const char* p) { return U(_mm256_cvtepi8_epi32(load_bytes(p))); }
+  static U load_u16(const char* p) { return U(_mm256_cvtepu16_epi32(load_bits(p))); }
+  static U load_i16(const char* p) { return U(_mm256_cvtepi16_epi32(load_bits(p))); }
+  static __m256i words(const U* x) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(x[0]), __m256i(x[1])), 0xD8);
+  }
+  static void store_u16(const U* x, char* p) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words(x)); }
+  static void stream_u16(const U* x, char* p) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), words(x)); }
+  // Each half of x has four elements of x[0], then four of x[1], and the same again.
+  static void store_bytes(__m256i x, char* p) {
+    store_bits(_mm_unpacklo_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)), p);
+  }
+  static void store_u8(const U* x, char* p) {
+    const __m256i packed = _mm256_packus_epi32(__m256i(x[0]), __m256i(x[1]));
+    store_bytes(_mm256_packus_epi16(packed, packed), p);
+  }
+  static void store_i8(const U* x, char* p) {
+    const __m256i packed = _mm256_packs_epi32(__m256i(x[0]), __m256i(x[1]));
+    store_bytes(_mm256_packs_epi16(packed, packed), p);
+  }
 
   struct Squares {
     __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();

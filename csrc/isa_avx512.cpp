@@ -2,16 +2,16 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "kernels-inl.h"
+#include "update-inl.h"
 
 namespace offload {
 namespace {
 
-struct Avx512 {
-  using F = __m512;
-  static constexpr size_t kLanes = 16;
-  static constexpr bool kPrefetch = true;
+typedef float Float512 __attribute__((vector_size(64)));
+typedef uint32_t Uint512 __attribute__((vector_size(64)));
+typedef int32_t Int512 __attribute__((vector_size(64)));
 
+struct Avx512 : Lanes<Float512, Uint512, Int512> {
   static F set1(float x) { return _mm512_set1_ps(x); }
   static F sqrt(F x) { return _mm512_sqrt_ps(x); }
   static void fence() { _mm_sfence(); }
@@ -37,13 +37,27 @@ struct Avx512 {
   static void store(F x, float* p) { _mm512_storeu_ps(p, x); }
   static void store(F x, F16* p) { store_bits(half(x), p); }
   static void store(F x, BF16* p) { store_bits(bfloat(x), p); }
-  static void store(F, None*) {}
 
   static void stream_bits(__m256i x, void* p) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
   static void stream(F x, float* p) { _mm512_stream_ps(p, x); }
   static void stream(F x, F16* p) { stream_bits(half(x), p); }
   static void stream(F x, BF16* p) { stream_bits(bfloat(x), p); }
-  static void stream(F, None*) {}
+
+  static U max(U a, U b) { return U(_mm512_max_epu32(__m512i(a), __m512i(b))); }
+  static bool any(U x) { return _mm512_test_epi32_mask(__m512i(x), __m512i(x)) != 0; }
+  static S round(F x) { return S(_mm512_cvtps_epi32(x)); }
+  static U load_u32(const uint32_t* p) { return U(_mm512_loadu_si512(p)); }
+  static __m128i load_bytes(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static U load_u8(const char* p) { return U(_mm512_cvtepu8_epi32(load_bytes(p))); }
+  static U load_i8(const char* p) { return U(_mm512_cvtepi8_epi32(load_bytes(p))); }
+  static U load_u16(const char* p) { return U(_mm512_cvtepu16_epi32(load_bits(p))); }
+  static U load_i16(const char* p) { return U(_mm512_cvtepi16_epi32(load_bits(p))); }
+  static void store_u16(const U* x, char* p) { store_bits(_mm512_maskz_cvtepi32_epi16(0xFFFF, __m512i(x[0])), p); }
+  static void stream_u16(const U* x, char* p) { stream_bits(_mm512_maskz_cvtepi32_epi16(0xFFFF, __m512i(x[0])), p); }
+  static void store_u8(const U* x, char* p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(0xFFFF, __m512i(x[0])));
+  }
+  static void store_i8(const U* x, char* p) { store_u8(x, p); }
 
   struct Squares {
     __m512d sums = _mm512_setzero_pd();

@@ -2,16 +2,12 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
-#include "kernels-inl.h"
+#include "update-inl.h"
 
 namespace offload {
 namespace {
 
-struct Neon {
-  using F = float32x4_t;
-  static constexpr size_t kLanes = 4;
-  static constexpr bool kPrefetch = true;
-
+struct Neon : Lanes<float32x4_t, uint32x4_t, int32x4_t> {
   static F set1(float x) { return vdupq_n_f32(x); }
   static F sqrt(F x) { return vsqrtq_f32(x); }
   static void fence() {}
@@ -34,7 +30,31 @@ struct Neon {
   static void store(F x, float* p) { vst1q_f32(p, x); }
   static void store(F x, F16* p) { store_bits(half(x), p); }
   static void store(F x, BF16* p) { store_bits(bfloat(x), p); }
-  static void store(F, None*) {}
+
+  static U max(U a, U b) { return vmaxq_u32(a, b); }
+  static bool any(U x) { return vmaxvq_u32(x) != 0; }
+  static S round(F x) { return vcvtnq_s32_f32(x); }
+  static U load_u32(const uint32_t* p) { return vld1q_u32(p); }
+  static uint8x8_t load_bytes(const char* p) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return vcreate_u8(four);
+  }
+  static U load_u8(const char* p) { return vmovl_u16(vget_low_u16(vmovl_u8(load_bytes(p)))); }
+  static U load_i8(const char* p) {
+    return U(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(p))))));
+  }
+  static U load_u16(const char* p) { return vmovl_u16(load_bits(p)); }
+  static U load_i16(const char* p) { return U(vmovl_s16(vreinterpret_s16_u16(load_bits(p)))); }
+  static void store_u16(const U* x, char* p) {
+    for (int k = 0; k < 4; ++k) store_bits(vmovn_u32(x[k]), p + 8 * k);
+  }
+  static void store_u8(const U* x, char* p) {
+    for (int k = 0; k < 4; k += 2)
+      vst1_u8(reinterpret_cast<uint8_t*>(p + 4 * k), vmovn_u16(vcombine_u16(vmovn_u32(x[k]), vmovn_u32(x[k + 1]))));
+  }
+  static void store_i8(const U* x, char* p) { store_u8(x, p); }
+  static void stream_u16(const U* x, char* p) { store_u16(x, p); }
 
   // No intrinsic stores past the caches here; cores detect a written stream themselves.
   template <class T>

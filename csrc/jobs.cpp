@@ -17,12 +17,12 @@ constexpr size_t kChunkBytes = 256 * 1024;
 
 size_t chunks_of(size_t n, size_t chunk) { return (n + chunk - 1) / chunk; }
 
-void* at(const Array& array, size_t i) {
+char* at(const Array& array, size_t i) {
   return array.data ? static_cast<char*>(array.data) + i * itemsize(array.dtype) : nullptr;
 }
 
-// Elements ahead that are fetched: enough to cover memory latency. On a Zen 4 more loses up to a tenth.
-constexpr size_t kPrefetchNumel = 128;
+// Bytes ahead that are fetched: enough to cover memory latency. On a Zen 4 more loses up to a tenth.
+constexpr size_t kPrefetchBytes = 512;
 
 // Larger jobs come from memory. Prefetching and stores past the caches gain there and lose in a core's own cache.
 size_t cached_bytes() {
@@ -46,81 +46,158 @@ size_t itemsize(Dtype dtype) {
   switch (dtype) {
     case Dtype::kFloat32: return 4;
     case Dtype::kBFloat16:
-    case Dtype::kFloat16: return 2;
+    case Dtype::kFloat16:
+    case Dtype::kInt16: return 2;
+    case Dtype::kInt8:
+    case Dtype::kUInt8: return 1;
     case Dtype::kNone: return 0;
   }
   return 0;
 }
 
-AdamScalars adam_scalars(const UpdateSegment& s, double grad_scale) {
-  const double correction1 = 1 - pow(s.beta1, double(s.step)), correction2 = 1 - pow(s.beta2, double(s.step));
-  AdamScalars out;
+UpdateScalars update_scalars(Rule rule, const UpdateSegment& s, double grad_scale) {
+  UpdateScalars out = {};
+  const bool adam = rule == Rule::kAdam;
+  const bool decays = adam ? s.decoupled : rule == Rule::kLion || rule == Rule::kSign;
   out.grad_scale = float(s.maximize ? -grad_scale : grad_scale);
-  out.decay = s.decoupled ? float(1 - s.lr * s.weight_decay) : 1.0f;
-  out.l2 = s.decoupled ? 0.0f : float(s.weight_decay);
+  out.decay = decays ? float(1 - s.lr * s.weight_decay) : 1.0f;
+  out.l2 = decays ? 0.0f : float(s.weight_decay);
   out.lerp_from_grad = s.beta1 <= 0.5;
   out.lerp = float(out.lerp_from_grad ? s.beta1 : 1 - s.beta1);
+  out.lerp2_from_grad = s.beta2 <= 0.5;
+  out.lerp2 = float(out.lerp2_from_grad ? s.beta2 : 1 - s.beta2);
+  out.momentum = float(s.beta1);
+  out.one_minus_dampening = float(1 - s.dampening);
   out.beta2 = float(s.beta2);
   out.one_minus_beta2 = float(1 - s.beta2);
-  out.correction2_sqrt = float(sqrt(correction2));
+  out.correction2_sqrt = float(sqrt(1 - pow(s.beta2, double(s.step))));
   out.eps = float(s.eps);
-  out.negative_step_size = float(-(s.lr / correction1));
+  out.negative_step_size = float(adam ? -(s.lr / (1 - pow(s.beta1, double(s.step)))) : -s.lr);
+  out.seed = s.seed;
+  out.has_momentum = s.beta1 != 0;
+  out.first_step = s.step == 1;
+  out.nesterov = s.nesterov;
   return out;
 }
 
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<UpdateSegment>& segments, bool out_of_place) {
-  size_t numel = 0;
-  for (const UpdateSegment& segment : segments) numel += segment.numel;
-  const size_t state = 12 + itemsize(arrays.working.dtype);
-  const size_t copied = out_of_place ? arrays.master.numel - numel : 0;
-  return numel * (12 + itemsize(arrays.grad.dtype) + state) + copied * 2 * state;
+size_t master_numel(Dtype dtype, size_t numel) {
+  return dtype == Dtype::kInt16 ? numel + chunks_of(numel, 16) : numel;
 }
 
-void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<UpdateSegment>& segments, double grad_scale, std::optional<bool> prefetch,
-              const std::optional<UpdateOut>& out_of_place) {
-  const UpdateOut out =
-      out_of_place.value_or(UpdateOut{arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.working});
-  // Segments are laid end to end and cut there, so that many small ones cost no more than one large one.
-  std::vector<size_t> ends;
-  std::vector<AdamScalars> scalars;
-  size_t total = 0;
-  for (const UpdateSegment& segment : segments) {
-    ends.push_back(total += segment.numel);
-    scalars.push_back(adam_scalars(segment, grad_scale));
+size_t state_numel(Dtype dtype, size_t numel) {
+  return dtype == Dtype::kUInt8 ? numel + sizeof(float) * chunks_of(numel, kScaleBlock) : numel;
+}
+
+namespace {
+
+// The working copy is read as well where it holds a part of the master.
+bool reads_working(const UpdateState& state) {
+  return state.master.dtype == Dtype::kInt16 || state.master.dtype == Dtype::kInt8;
+}
+
+// Bytes of the arrays that hold `numel` elements: all of them, or those that are read before they are written.
+size_t state_bytes(const UpdateState& state, size_t numel, bool all) {
+  size_t nbytes = master_numel(state.master.dtype, numel) * itemsize(state.master.dtype);
+  for (size_t k = 0; k < state.count; ++k)
+    nbytes += state_numel(state.states[k].dtype, numel) * itemsize(state.states[k].dtype);
+  return nbytes + (all || reads_working(state) ? numel * itemsize(state.working.dtype) : 0);
+}
+
+// Where element i is in each array. The arrays are for `numel` elements.
+UpdateArrays arrays_at(const UpdateState& state, size_t numel, size_t i) {
+  UpdateArrays found = {};
+  found.master = at(state.master, i);
+  found.working = at(state.working, i);
+  if (state.master.dtype == Dtype::kInt16) found.ties = at(state.master, numel) + i / 8;
+  for (size_t k = 0; k < state.count; ++k) {
+    found.states[k] = at(state.states[k], i);
+    if (state.states[k].dtype == Dtype::kUInt8)
+      found.scales[k] = at(state.states[k], numel) + i / kScaleBlock * sizeof(float);
   }
-  const bool from_memory = adam_bytes(arrays, segments) > cached_bytes();
+  return found;
+}
+
+// Copies elements that no segment has, from the end of one to the start of the next. The segment before has written
+// the word of the bitmap and the 8-bit block that it ends in.
+void copy_between(Pool* pool, const UpdateState& to, const UpdateState& from, size_t numel, size_t begin, size_t end) {
+  if (begin >= end) return;
+  const auto copy = [&](const Array& dst, const Array& src, size_t first, size_t last) {
+    if (src.data && first < last) copy_chunks(pool, at(dst, first), at(src, first), (last - first) * itemsize(src.dtype));
+  };
+  copy(to.master, from.master, begin, end);
+  copy(to.working, from.working, begin, end);
+  if (from.master.dtype == Dtype::kInt16)
+    copy(to.master, from.master, numel + chunks_of(begin, 16), numel + chunks_of(end, 16));
+  for (size_t k = 0; k < from.count; ++k) {
+    if (from.states[k].dtype == Dtype::kUInt8) {
+      const size_t block = chunks_of(begin, kScaleBlock), last = chunks_of(end, kScaleBlock);
+      copy(to.states[k], from.states[k], block * kScaleBlock, end);
+      copy(to.states[k], from.states[k], numel + block * sizeof(float), numel + last * sizeof(float));
+    } else {
+      copy(to.states[k], from.states[k], begin, end);
+    }
+  }
+}
+
+}  // namespace
+
+size_t update_bytes(const UpdateJob& job) {
+  size_t numel = 0;
+  for (const UpdateSegment& segment : job.segments) numel += segment.numel;
+  const size_t copied = job.out ? job.grad.numel - numel : 0;
+  return numel * itemsize(job.grad.dtype) + state_bytes(job.state, numel, false) + state_bytes(job.state, numel, true) +
+         2 * state_bytes(job.state, copied, true);
+}
+
+void run_update(Pool* pool, const UpdateJob& job) {
+  const UpdateState &in = job.state, &out = job.out ? *job.out : in;
+  const size_t numel = job.grad.numel;
+  const bool blocks = in.count > 0 && in.states[0].dtype == Dtype::kUInt8;
+  // Segments are laid end to end and cut there, so that many small ones cost no more than one large one. Each begins
+  // at a whole block: no cut goes through one.
+  std::vector<size_t> ends;
+  std::vector<UpdateScalars> scalars;
+  size_t total = 0;
+  for (const UpdateSegment& segment : job.segments) {
+    ends.push_back(total += chunks_of(segment.numel, kScaleBlock) * kScaleBlock);
+    scalars.push_back(update_scalars(job.rule, segment, job.grad_scale));
+  }
+  const bool from_memory = update_bytes(job) > cached_bytes();
   run_chunks(pool, chunks_of(total, kChunkNumel), [&](size_t chunk) {
     size_t begin = chunk * kChunkNumel;
     const size_t end = std::min(total, begin + kChunkNumel);
     for (size_t k = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); begin < end; ++k) {
-      const size_t stop = std::min(end, ends[k]);
-      const size_t i = segments[k].offset_numel + begin - (ends[k] - segments[k].numel);
-      update({static_cast<float*>(at(arrays.master, i)), static_cast<float*>(at(arrays.exp_avg, i)),
-              static_cast<float*>(at(arrays.exp_avg_sq, i)), at(arrays.grad, i), arrays.grad.dtype,
-              static_cast<float*>(at(out.master, i)), static_cast<float*>(at(out.exp_avg, i)),
-              static_cast<float*>(at(out.exp_avg_sq, i)), at(out.working, i), arrays.working.dtype, stop - begin,
-              scalars[k], from_memory, prefetch.value_or(from_memory) ? kPrefetchNumel : 0});
-      begin = stop;
+      const UpdateSegment& segment = job.segments[k];
+      const size_t first = begin - (ends[k] - chunks_of(segment.numel, kScaleBlock) * kScaleBlock);
+      const size_t i = segment.offset_numel + first, n = std::min(end - begin, segment.numel - first);
+      const UpdateRun run = {arrays_at(in, numel, i),
+                             arrays_at(out, numel, i),
+                             at(job.grad, i),
+                             in.master.dtype,
+                             in.working.dtype,
+                             in.count ? in.states[0].dtype : Dtype::kNone,
+                             job.grad.dtype,
+                             in.count,
+                             n,
+                             first,
+                             scalars[k],
+                             from_memory,
+                             job.prefetch.value_or(from_memory) ? kPrefetchBytes : 0};
+      job.update(run);
+      // The rest of the segment's last block is nobody's.
+      if (blocks && n % kScaleBlock != 0)
+        for (size_t which = 0; which < in.count; ++which)
+          memset(at(out.states[which], i + n), 0, std::min(numel - (i + n), kScaleBlock - n % kScaleBlock));
+      begin = std::min(end, ends[k]);
     }
   });
-  if (!out_of_place) return;
+  if (!job.out) return;
   size_t begin = 0;
-  const auto copy_until = [&](size_t end) {
-    const std::pair<const Array&, const Array&> pairs[] = {{out.master, arrays.master},
-                                                           {out.exp_avg, arrays.exp_avg},
-                                                           {out.exp_avg_sq, arrays.exp_avg_sq},
-                                                           {out.working, arrays.working}};
-    for (const auto& [to, from] : pairs)
-      if (from.data && begin < end)
-        copy_chunks(pool, static_cast<char*>(at(to, begin)), static_cast<const char*>(at(from, begin)),
-                    (end - begin) * itemsize(from.dtype));
-  };
-  for (const UpdateSegment& segment : segments) {
-    copy_until(segment.offset_numel);
+  for (const UpdateSegment& segment : job.segments) {
+    copy_between(pool, out, in, numel, begin, segment.offset_numel);
     begin = segment.offset_numel + segment.numel;
   }
-  copy_until(arrays.master.numel);
+  copy_between(pool, out, in, numel, begin, numel);
 }
 
 void run_copy(Pool* pool, Throttle& throttle, const std::vector<CopySpan>& spans) {
@@ -156,7 +233,7 @@ void run_convert(const Kernels& kernels, Pool* pool, Array dst, Array src) {
 void run_accumulate(const Kernels& kernels, Pool* pool, Array acc, Array src) {
   run_chunks(pool, chunks_of(src.numel, kChunkNumel), [&](size_t chunk) {
     const size_t i = chunk * kChunkNumel;
-    kernels.accumulate(static_cast<float*>(at(acc, i)), at(src, i), src.dtype, std::min(kChunkNumel, src.numel - i));
+    kernels.accumulate(static_cast<float*>(acc.data) + i, at(src, i), src.dtype, std::min(kChunkNumel, src.numel - i));
   });
 }
 

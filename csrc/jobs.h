@@ -23,25 +23,37 @@ struct UpdateSegment {
   double lr, beta1, beta2, eps, weight_decay;
   int64_t step;
   bool decoupled, maximize;
+  double dampening = 0;
+  bool nesterov = false;
+  uint32_t seed = 0;
 };
 
-AdamScalars adam_scalars(const UpdateSegment& segment, double grad_scale);
+UpdateScalars update_scalars(Rule rule, const UpdateSegment& segment, double grad_scale);
 
-struct AdamArrays {
-  Array master, exp_avg, exp_avg_sq, grad, working;
+// What an update changes. Dtypes say the layout, as in api.Lane.update; `working` may be empty.
+struct UpdateState {
+  Array master, states[kMostStates], working;
+  size_t count = 0;  // of states
 };
 
-// Where the new state goes when it must not replace the old one. `working` is as empty as AdamArrays::working.
-struct UpdateOut {
-  Array master, exp_avg, exp_avg_sq, working;
-};
+// The elements of an array of this dtype for `numel` parameters.
+size_t master_numel(Dtype dtype, size_t numel);
+size_t state_numel(Dtype dtype, size_t numel);
 
-// `update` is Kernels::adam or Kernels::adam_bytes. Segments are in ascending order and do not overlap. With `out`,
+// Kernels::update of a rule, or Kernels::update_bytes. Segments are in ascending order and do not overlap. With `out`,
 // what lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
-void run_adam(void (*update)(const AdamRun&), Pool* pool, const AdamArrays& arrays,
-              const std::vector<UpdateSegment>& segments, double grad_scale, std::optional<bool> prefetch = {},
-              const std::optional<UpdateOut>& out = {});
-size_t adam_bytes(const AdamArrays& arrays, const std::vector<UpdateSegment>& segments, bool out_of_place = false);
+struct UpdateJob {
+  void (*update)(const UpdateRun&);
+  Rule rule;
+  UpdateState state;
+  Array grad;
+  std::vector<UpdateSegment> segments;
+  double grad_scale = 1;
+  std::optional<bool> prefetch = {};
+  std::optional<UpdateState> out = {};
+};
+void run_update(Pool* pool, const UpdateJob& job);
+size_t update_bytes(const UpdateJob& job);
 
 struct CopySpan {
   char* dst;

@@ -1,17 +1,13 @@
 // Every kernel, written once on a small vector type `V` that the including file defines for its instruction set.
 // Everything here is in an unnamed namespace: nothing compiled for AVX-512 may be linked into the scalar path.
 //
-// V has: type F (arithmetic by operators), kLanes, kPrefetch, set1, sqrt, load and store for float, BF16 and F16,
-//        stream (a store past the caches, to an address aligned to the vector stored), fence, and
-//        class Squares (8 double sums). `One` below is V with one lane: it does the tails, by the same formula.
-//
-// Note [One formula]. Adam and AdamW as torch's single-tensor path orders them, one rounding per operation, built with
-// -ffp-contract=off: so every instruction set, the numba kernel and an update in torch operations agree bit for bit.
-//   g = float(grad) * grad_scale;   p = p * decay;   g = g + l2 * p   (L2 only)
-//   m = m + (g - m) * (1 - beta1);  v = v * beta2 + ((1 - beta2) * g) * g
-//   p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// Such a device update takes the root in float64: torch.sqrt of float32 on the CPU comes from MKL, an ulp off for one
-// value in six. torch's own optimizer differs by that, and by the fused multiply-adds in its lerp, add and addcmul.
+// V has: types F, U and S (float, uint32_t, int32_t: arithmetic by operators, `a < b ? x : y` by lane), kLanes,
+//        kVectors (vectors in a pack of kPack elements), kPrefetch, set1, sqrt, max (of U), any (of U: a bit is set),
+//        bits and floats (between F and U), to_float (of S), round (to S, to nearest even), load and store for float,
+//        BF16 and F16, load_u8, load_i8, load_u16 and load_i16 (widened to U), store_u8, store_i8 and store_u16 (a pack
+//        of U whose values fit), stream and stream_u16 (the same past the caches, to an address aligned to what is
+//        stored), fence, and class Squares (8 double sums). `One` below is V with one lane: it does the tails of
+//        conversions, and is the scalar kernels' vector.
 #pragma once
 
 #include <string.h>
@@ -27,7 +23,6 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 };
-struct None {};
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -41,11 +36,11 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-inline float to_float(float x) { return x; }
+inline float to_float_of(float x) { return x; }
 
-inline float to_float(BF16 x) { return float_of(uint32_t(x.bits) << 16); }
+inline float to_float_of(BF16 x) { return float_of(uint32_t(x.bits) << 16); }
 
-inline float to_float(F16 x) {
+inline float to_float_of(F16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16;
   const uint32_t exponent = (x.bits >> 10) & 31, mantissa = x.bits & 0x3FF;
   if (exponent == 31) return float_of(sign | 0x7F800000 | (mantissa << 13) | (mantissa ? 0x400000 : 0));
@@ -77,16 +72,60 @@ inline void from_float(float x, F16* out) {
   }
 }
 
-// One lane: the scalar build's vector and every build's tail.
+// Elements that the codecs and the update work on at a time: a cache line of float32, two bytes of a bitmap.
+constexpr size_t kPack = 16;
+
+// What GCC's and Clang's vector types give alike for every instruction set.
+template <class F_, class U_, class S_>
+struct Lanes {
+  using F = F_;
+  using U = U_;
+  using S = S_;
+  static constexpr size_t kLanes = sizeof(F) / 4, kVectors = kPack / kLanes;
+  static constexpr bool kPrefetch = true;
+  static U bits(F x) { return (U)x; }
+  static F floats(U x) { return (F)x; }
+  static F to_float(S x) { return __builtin_convertvector(x, F); }
+};
+
+// One lane: the scalar build's vector.
 struct One {
   using F = float;
-  static constexpr size_t kLanes = 1;
+  using U = uint32_t;
+  using S = int32_t;
+  static constexpr size_t kLanes = 1, kVectors = kPack;
   static constexpr bool kPrefetch = false;
   static F set1(float x) { return x; }
   static F sqrt(F x) { return __builtin_sqrtf(x); }
+  static U max(U a, U b) { return a < b ? b : a; }
+  static bool any(U x) { return x != 0; }
+  static U bits(F x) { return bits_of(x); }
+  static F floats(U x) { return float_of(x); }
+  static F to_float(S x) { return F(x); }
+  static S round(F x) { return S(__builtin_lrintf(x)); }
+  static U load_u32(const uint32_t* p) { return *p; }
+  static U load_u8(const char* p) { return uint8_t(*p); }
+  static U load_i8(const char* p) { return U(int8_t(*p)); }
+  static U load_u16(const char* p) {
+    uint16_t x;
+    memcpy(&x, p, 2);
+    return x;
+  }
+  static U load_i16(const char* p) { return U(int16_t(load_u16(p))); }
+  static void store_u8(const U* x, char* p) {
+    for (size_t k = 0; k < kPack; ++k) p[k] = char(x[k]);
+  }
+  static void store_i8(const U* x, char* p) { store_u8(x, p); }
+  static void store_u16(const U* x, char* p) {
+    for (size_t k = 0; k < kPack; ++k) {
+      const uint16_t low = uint16_t(x[k]);
+      memcpy(p + 2 * k, &low, 2);
+    }
+  }
+  static void stream_u16(const U* x, char* p) { store_u16(x, p); }
   template <class T>
   static F load(const T* p) {
-    return to_float(*p);
+    return to_float_of(*p);
   }
   template <class T>
   static void store(F x, T* p) {
@@ -96,8 +135,6 @@ struct One {
   static void stream(F x, T* p) {
     from_float(x, p);
   }
-  static void store(F, None*) {}
-  static void stream(F, None*) {}
   static void fence() {}
 
   struct Squares {
@@ -105,7 +142,7 @@ struct One {
     template <class T>
     void add8(const T* p) {
       for (int i = 0; i < 8; ++i) {
-        const double x = to_float(p[i]);
+        const double x = to_float_of(p[i]);
         sums[i] += x * x;
       }
     }
@@ -114,166 +151,12 @@ struct One {
 };
 
 template <class T>
-constexpr bool kWritten = sizeof(T) != sizeof(None);
-template <class T>
 inline T* offset(void* p, size_t i) {
   return static_cast<T*>(p) + i;
 }
 template <class T>
 inline const T* offset(const void* p, size_t i) {
   return static_cast<const T*>(p) + i;
-}
-template <>
-inline None* offset<None>(void*, size_t) {
-  return nullptr;
-}
-
-// Adam's scalars in every lane, as a local copy: stores to the arrays cannot alias it.
-template <class V>
-struct AdamMath {
-  using F = typename V::F;
-  F grad_scale, decay, l2, lerp, beta2, one_minus_beta2, correction2_sqrt, eps, negative_step_size;
-  bool lerp_from_grad, has_l2;
-
-  explicit AdamMath(const AdamScalars& s)
-      : grad_scale(V::set1(s.grad_scale)),
-        decay(V::set1(s.decay)),
-        l2(V::set1(s.l2)),
-        lerp(V::set1(s.lerp)),
-        beta2(V::set1(s.beta2)),
-        one_minus_beta2(V::set1(s.one_minus_beta2)),
-        correction2_sqrt(V::set1(s.correction2_sqrt)),
-        eps(V::set1(s.eps)),
-        negative_step_size(V::set1(s.negative_step_size)),
-        lerp_from_grad(s.lerp_from_grad),
-        has_l2(s.l2 != 0) {}
-
-  inline void operator()(F& p, F& m, F& v, F g) const {
-    g = g * grad_scale;
-    p = p * decay;
-    if (has_l2) g = g + l2 * p;
-    m = lerp_from_grad ? g - (g - m) * lerp : m + (g - m) * lerp;
-    v = v * beta2 + (one_minus_beta2 * g) * g;
-    p = p + (negative_step_size * m) / (V::sqrt(v) / correction2_sqrt + eps);
-  }
-};
-
-// The same bytes for the bandwidth ceiling.
-template <class V>
-struct BytesMath {
-  using F = typename V::F;
-  F scale;
-  explicit BytesMath(const AdamScalars& s) : scale(V::set1(s.grad_scale)) {}
-  inline void operator()(F& p, F& m, F& v, F g) const {
-    m = m + g;
-    v = v + g;
-    p = p + g * scale;
-  }
-};
-
-// Which outputs go past the caches: those that nobody reads here.
-enum class Stream { kNothing, kWorking, kAll };
-
-template <class V, bool kStream, class T>
-inline void put(typename V::F x, T* p) {
-  if (kStream)
-    V::stream(x, p);
-  else
-    V::store(x, p);
-}
-
-// Vectors done at a time. Several streams of states are written line by line: AVX2's half lines in turn are a fifth
-// slower than not streaming at all (Zen 4), whole ones a quarter faster.
-template <class V, Stream kStream>
-constexpr size_t kBlock = kStream == Stream::kAll && V::kLanes < 16 ? 16 / V::kLanes : 1;
-
-template <class V, class Math, class G, class W, Stream kStream, size_t kVectors = kBlock<V, kStream>>
-inline void update_at(const AdamRun& run, const Math& math, size_t i) {
-  typename V::F p[kVectors], m[kVectors], v[kVectors];
-  for (size_t k = 0; k < kVectors; ++k) {
-    const size_t at = i + k * V::kLanes;
-    p[k] = V::load(run.master + at), m[k] = V::load(run.exp_avg + at), v[k] = V::load(run.exp_avg_sq + at);
-    math(p[k], m[k], v[k], V::load(offset<G>(run.grad, at)));
-  }
-  constexpr bool kAll = kStream == Stream::kAll;
-  for (size_t k = 0; k < kVectors; ++k) put<V, kAll>(p[k], run.master_out + i + k * V::kLanes);
-  for (size_t k = 0; k < kVectors; ++k) put<V, kAll>(m[k], run.exp_avg_out + i + k * V::kLanes);
-  for (size_t k = 0; k < kVectors; ++k) put<V, kAll>(v[k], run.exp_avg_sq_out + i + k * V::kLanes);
-  for (size_t k = 0; k < kVectors; ++k)
-    put<V, kStream != Stream::kNothing>(p[k], offset<W>(run.working_out, i + k * V::kLanes));
-}
-
-template <size_t kNumel, class T>
-inline bool aligned_to(const T* p) {
-  return reinterpret_cast<uintptr_t>(p) % (kNumel * sizeof(T)) == 0;
-}
-template <size_t kNumel>
-inline bool aligned_to(const None*) {
-  return true;
-}
-
-// Whether every output of this element, and so of those a block further, is aligned for streaming.
-template <class V, class W, Stream kStream>
-inline bool streams_at(const AdamRun& run, size_t i) {
-  constexpr size_t kNumel = kBlock<V, kStream> * V::kLanes;
-  return aligned_to<kNumel>(offset<W>(run.working_out, i)) &&
-         (kStream != Stream::kAll ||
-          (aligned_to<kNumel>(run.master_out + i) && aligned_to<kNumel>(run.exp_avg_out + i) &&
-           aligned_to<kNumel>(run.exp_avg_sq_out + i)));
-}
-
-template <class V, template <class> class Math, class G, class W, Stream kStream>
-void update(const AdamRun& run_in) {
-  const AdamRun run = run_in;
-  const Math<V> math(run.scalars);
-  const Math<One> math_one(run.scalars);
-  constexpr bool kFence = kStream == Stream::kAll || (kStream == Stream::kWorking && kWritten<W>);
-  size_t i = 0;
-  if (kFence)
-    while (i < run.numel && !streams_at<V, W, kStream>(run, i))
-      update_at<One, Math<One>, G, W, Stream::kNothing>(run, math_one, i++);
-  constexpr size_t kNumel = kBlock<V, kStream> * V::kLanes;
-  for (; i + kNumel <= run.numel; i += kNumel) {
-    if (V::kPrefetch && run.prefetch_numel) {
-      const size_t ahead = i + run.prefetch_numel;
-      __builtin_prefetch(run.master + ahead, kStream != Stream::kAll);
-      __builtin_prefetch(run.exp_avg + ahead, kStream != Stream::kAll);
-      __builtin_prefetch(run.exp_avg_sq + ahead, kStream != Stream::kAll);
-      __builtin_prefetch(offset<G>(run.grad, ahead), 0);
-    }
-    update_at<V, Math<V>, G, W, kStream>(run, math, i);
-  }
-  for (; i < run.numel; ++i) update_at<One, Math<One>, G, W, Stream::kNothing>(run, math_one, i);
-  if (kFence) V::fence();
-}
-
-template <class V, template <class> class Math, class G, class W>
-void update_with(const AdamRun& run) {
-  if (!run.stream || V::kLanes == 1) return update<V, Math, G, W, Stream::kNothing>(run);
-  if (run.master_out == run.master) return update<V, Math, G, W, Stream::kWorking>(run);
-  // Outputs that are never aligned for the same element cannot be streamed together.
-  for (size_t i = 0; i < kBlock<V, Stream::kAll> * V::kLanes; ++i)
-    if (streams_at<V, W, Stream::kAll>(run, i)) return update<V, Math, G, W, Stream::kAll>(run);
-  update<V, Math, G, W, Stream::kNothing>(run);
-}
-
-template <class V, template <class> class Math, class G>
-void update_to(const AdamRun& run) {
-  switch (run.working_dtype) {
-    case Dtype::kFloat32: return update_with<V, Math, G, float>(run);
-    case Dtype::kBFloat16: return update_with<V, Math, G, BF16>(run);
-    case Dtype::kFloat16: return update_with<V, Math, G, F16>(run);
-    case Dtype::kNone: return update_with<V, Math, G, None>(run);
-  }
-}
-
-template <class V, template <class> class Math>
-void update_from(const AdamRun& run) {
-  switch (run.grad_dtype) {
-    case Dtype::kBFloat16: return update_to<V, Math, BF16>(run);
-    case Dtype::kFloat16: return update_to<V, Math, F16>(run);
-    default: return update_to<V, Math, float>(run);
-  }
 }
 
 template <class V, class D, class S>
@@ -305,7 +188,7 @@ template <class V, class S>
 void accumulate_from(float* acc, const void* src, size_t numel) {
   size_t i = 0;
   for (; i + V::kLanes <= numel; i += V::kLanes) V::store(V::load(acc + i) + V::load(offset<S>(src, i)), acc + i);
-  for (; i < numel; ++i) acc[i] += to_float(*offset<S>(src, i));
+  for (; i < numel; ++i) acc[i] += to_float_of(*offset<S>(src, i));
 }
 
 template <class V>
@@ -326,7 +209,7 @@ double square_sum_from(const void* src, size_t numel) {
   double s[8];
   squares.read(s);
   for (; i < numel; ++i) {
-    const double x = to_float(*offset<S>(src, i));
+    const double x = to_float_of(*offset<S>(src, i));
     s[i % 8] += x * x;
   }
   return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
@@ -339,11 +222,6 @@ double square_sum(const void* src, Dtype src_dtype, size_t numel) {
     case Dtype::kFloat16: return square_sum_from<V, F16>(src, numel);
     default: return square_sum_from<V, float>(src, numel);
   }
-}
-
-template <class V>
-constexpr Kernels make_kernels(const char* isa) {
-  return {isa, update_from<V, AdamMath>, update_from<V, BytesMath>, convert<V>, accumulate<V>, square_sum<V>};
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <algorithm>
+
 namespace py = pybind11;
 
 namespace offload {
@@ -16,6 +18,9 @@ Dtype dtype_of(dlpack::DataType dtype) {
   if (dtype.code == dlpack::kFloat && dtype.bits == 32) return Dtype::kFloat32;
   if (dtype.code == dlpack::kFloat && dtype.bits == 16) return Dtype::kFloat16;
   if (dtype.code == dlpack::kBfloat && dtype.bits == 16) return Dtype::kBFloat16;
+  if (dtype.code == dlpack::kInt && dtype.bits == 16) return Dtype::kInt16;
+  if (dtype.code == dlpack::kInt && dtype.bits == 8) return Dtype::kInt8;
+  if (dtype.code == dlpack::kUInt && dtype.bits == 8) return Dtype::kUInt8;
   return Dtype::kNone;
 }
 
@@ -24,6 +29,9 @@ const char* shown(Dtype dtype) {
     case Dtype::kFloat32: return "float32";
     case Dtype::kBFloat16: return "bfloat16";
     case Dtype::kFloat16: return "float16";
+    case Dtype::kInt16: return "int16";
+    case Dtype::kInt8: return "int8";
+    case Dtype::kUInt8: return "uint8";
     case Dtype::kNone: return "none";
   }
   return "";
@@ -95,7 +103,7 @@ const dlpack::Tensor& Tensors::open(py::handle tensor, const char* name) {
   return found;
 }
 
-Array Tensors::floats(py::handle tensor, const char* name, std::initializer_list<Dtype> allowed) {
+Array Tensors::array(py::handle tensor, const char* name, std::initializer_list<Dtype> allowed) {
   const dlpack::Tensor& found = open(tensor, name);
   const Dtype dtype = dtype_of(found.dtype);
   std::string list;
@@ -106,14 +114,14 @@ Array Tensors::floats(py::handle tensor, const char* name, std::initializer_list
   refuse(std::string(name) + " is " + shown(found.dtype), "It must be " + list + ".");
 }
 
-double* Tensors::doubles(py::handle tensor, const char* name, size_t least_numel) {
+Array Tensors::doubles(py::handle tensor, const char* name, size_t least_numel) {
   const dlpack::Tensor& found = open(tensor, name);
   if (found.dtype.code != dlpack::kFloat || found.dtype.bits != 64)
     refuse(std::string(name) + " is " + shown(found.dtype), "It must be float64.");
   if (numel_of(found) < least_numel)
     refuse(std::string(name) + " has " + std::to_string(numel_of(found)) + " elements",
            "The spans need " + std::to_string(least_numel) + ".");
-  return reinterpret_cast<double*>(data_of(found));
+  return {data_of(found), Dtype::kNone, numel_of(found)};
 }
 
 CopySpan Tensors::pair(py::handle dst, py::handle src) {
@@ -127,10 +135,24 @@ CopySpan Tensors::pair(py::handle dst, py::handle src) {
   return {data_of(to), data_of(from), numel_of(to) * ((size_t(to.dtype.bits) * to.dtype.lanes + 7) / 8)};
 }
 
-void Tensors::expect_numel(const Array& array, const char* name, size_t numel) const {
+void Tensors::expect_numel(const Array& array, const char* name, size_t numel, const char* why) const {
   if (array.numel != numel)
     refuse(std::string(name) + " has " + std::to_string(array.numel) + " elements",
-           "It must have " + std::to_string(numel) + ", as the first tensor.");
+           "It must have " + std::to_string(numel) + ", " + why + ".");
+}
+
+void Tensors::refuse_overlaps(std::vector<Use> uses) const {
+  uses.erase(std::remove_if(uses.begin(), uses.end(), [](const Use& use) { return use.nbytes == 0; }), uses.end());
+  std::sort(uses.begin(), uses.end(), [](const Use& a, const Use& b) { return a.begin() < b.begin(); });
+  const Use *any = nullptr, *written = nullptr;  // those that end last of all before, and of the written ones
+  for (const Use& use : uses) {
+    const Use* const other = use.written ? any : written;
+    if (other && use.begin() < other->end())
+      refuse(std::string(other->name) + " and " + use.name + " overlap in memory, and a job that writes one of them has both",
+             "Pass separate tensors.");
+    if (!any || use.end() > any->end()) any = &use;
+    if (use.written && (!written || use.end() > written->end())) written = &use;
+  }
 }
 
 void retire(std::vector<void*>&& keep) {

@@ -21,14 +21,25 @@ class Tensors {
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
 
-  // The tensor's memory as float32, bfloat16 or float16; `allowed` lists the dtypes that the job takes here.
-  Array floats(pybind11::handle tensor, const char* name, std::initializer_list<Dtype> allowed);
-  double* doubles(pybind11::handle tensor, const char* name, size_t least_numel);
+  // The tensor's memory; `allowed` lists the dtypes that the job takes here.
+  Array array(pybind11::handle tensor, const char* name, std::initializer_list<Dtype> allowed);
+  Array doubles(pybind11::handle tensor, const char* name, size_t least_numel);
   // Any dtype; raises unless both have the same one and the same number of elements.
   CopySpan pair(pybind11::handle dst, pybind11::handle src);
 
   [[noreturn]] void refuse(const std::string& found, const std::string& remedy) const;
-  void expect_numel(const Array& array, const char* name, size_t numel) const;
+  void expect_numel(const Array& array, const char* name, size_t numel, const char* why = "as the first tensor") const;
+
+  struct Use {
+    const char* name;
+    const void* data;
+    size_t nbytes;
+    bool written;
+    uintptr_t begin() const { return reinterpret_cast<uintptr_t>(data); }
+    uintptr_t end() const { return begin() + nbytes; }
+  };
+  // Raises when what the job writes overlaps anything else that it has.
+  void refuse_overlaps(std::vector<Use> uses) const;
   const std::string& job() const { return job_; }
   std::vector<void*> take_keep() { return std::move(keep_); }
 

@@ -65,12 +65,17 @@ struct State {
     kScalarKernels.convert(grad.array.data, grad_dtype, gradient.data(), Dtype::kFloat32, numel);
   }
 
-  AdamArrays arrays() const {
-    AdamArrays all{master.array, exp_avg.array, exp_avg_sq.array, grad.array, working.array};
+  UpdateState arrays() const {
+    UpdateState all{master.array, {exp_avg.array, exp_avg_sq.array}, working.array, 2};
     if (working.array.dtype == Dtype::kNone) all.working = {};
     return all;
   }
-  UpdateOut out() const { return {arrays().master, arrays().exp_avg, arrays().exp_avg_sq, arrays().working}; }
+  void update(void (*kernel)(const UpdateRun&), Pool* pool, const std::vector<UpdateSegment>& segments, double scale,
+              const State* out = nullptr, std::optional<bool> prefetch = {}) const {
+    UpdateJob job{kernel, Rule::kAdam, arrays(), grad.array, segments, scale, prefetch, {}};
+    if (out) job.out = out->arrays();
+    run_update(pool, job);
+  }
 };
 
 bool same(const Array& a, const Array& b) { return memcmp(a.data, b.data, a.numel * itemsize(a.dtype)) == 0; }
@@ -93,7 +98,7 @@ void check_accuracy(const Kernels& kernels, size_t numel, size_t shift) {
       after(numel, shift, Dtype::kBFloat16, Dtype::kBFloat16, true);
   UpdateSegment s = kSegment;
   s.numel = numel;
-  run_adam(kernels.adam, nullptr, after.arrays(), {s}, 0.37);
+  after.update(kernels.update[0], nullptr, {s}, 0.37);
   std::vector<float> gradient(numel);
   kernels.convert(gradient.data(), Dtype::kFloat32, before.grad.array.data, Dtype::kBFloat16, numel);
   double worst = 0;
@@ -117,14 +122,14 @@ void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, 
   segments[1].decoupled = false;
   segments[1].beta1 = 0.4;
   segments[2] = {numel / 2, numel - numel / 2, 1e-2, 0.8, 0.99, 1e-6, 0.1, 1000, true, true};
-  run_adam(kernels.adam, pool, ours.arrays(), segments, 0.7);
-  run_adam(kScalarKernels.adam, nullptr, scalar.arrays(), segments, 0.7);
+  ours.update(kernels.update[0], pool, segments, 0.7);
+  scalar.update(kScalarKernels.update[0], nullptr, segments, 0.7);
   CHECK(same(ours, scalar), "%s, %zu elements from %zu", kernels.isa, numel, shift);
 
   const State old(numel, shift, grad, working, false), untouched(numel, shift, grad, working, false);
   for (size_t out_shift : {shift, shift + 1}) {
     State apart(numel, out_shift, grad, working, true);
-    run_adam(kernels.adam, pool, old.arrays(), segments, 0.7, {}, apart.out());
+    old.update(kernels.update[0], pool, segments, 0.7, &apart);
     CHECK(same(apart, scalar) && same(old, untouched), "out of place, %s, %zu elements from %zu", kernels.isa, numel,
           out_shift);
   }
@@ -147,7 +152,7 @@ void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, 
     run_convert(kScalarKernels, nullptr, scalar_out.array, ours.grad.array);
     CHECK(same(ours_out.array, scalar_out.array), "convert, %s, %zu elements", kernels.isa, numel);
   }
-  run_adam(kernels.adam_bytes, pool, ours.arrays(), segments, 1.0, numel % 2 == 0);  // for its accesses alone
+  ours.update(kernels.update_bytes, pool, segments, 1.0, nullptr, numel % 2 == 0);  // for its accesses alone
 }
 
 // Random bits: NaNs, infinities and subnormals among them.

@@ -28,6 +28,7 @@ class UpdateSegment(NamedTuple):
     numel: int
     lr: float
     beta1: float
+    """SGD's and SignSGD's momentum."""
     beta2: float
     eps: float
     weight_decay: float
@@ -182,11 +183,26 @@ class Lane(Protocol):
     ) -> Event:
         """Queue one fused pass of the rule over the segments; elements outside them keep their values.
 
+        The dtypes of the arrays say their layout, for n elements of `grad`:
+
+            master  float32                     the master; `working` receives it rounded, in any float dtype, or None
+            master  bfloat16                    the value itself, updated and rounded to nearest even; no `working`
+            master  int16, n + ceil(n / 16)     what the bfloat16 `working` lacks to float32, exactly
+            master  int8                        the same in 8 bits
+            state   float32, bfloat16           the values
+            state   uint8, n + 4 ceil(n / 256)  codes of blocks of 256 elements, then a float32 scale per block
+
+        Their formats and errors are in codecs.py. With int16 masters segments start at multiples of 16. With uint8
+        states they start at multiples of 256, and one that does not fill its last block owns the rest of it: the
+        codes there become 0.
+
         Args:
-            rule: "adam".
-            master, states: float32, updated in place; Adam's states are (exp_avg, exp_avg_sq).
+            rule: which states there are: "adam" (exp_avg, exp_avg_sq), "lion" (exp_avg,), "adagrad" (sum,), "sgd" and
+                "sign" (momentum_buffer,), or () without momentum.
+            master, states: updated in place. All states have one dtype.
             grad: float32, bfloat16 or float16; read only, multiplied by `grad_scale` (unscale and clip factor in one).
-            working: float32, bfloat16 or float16, or None; receives the new master, rounded to nearest even.
+            working: receives the new master, rounded to nearest even; where the master is an integer, also read.
+            segments: `beta1` is the momentum of "sgd" and "sign"; 0 leaves a momentum_buffer as it is.
             out: tensors like master, states and working, None where that is None. The whole new state is written
                 there, elements outside the segments included, with the bits of an update in place; master, states and
                 working are then only read.
@@ -194,11 +210,25 @@ class Lane(Protocol):
                 rank, the first submitted among equals. Its jobs come after each other only where `after` says so.
                 (The numba backend does them in order.)
 
-        Numerics: one rounding per operation in the order of torch's single-tensor path; every backend and instruction
-        set gives the same bits. With s = -lr / (1 - beta1**step), c = sqrt(1 - beta2**step), scalars in double and then
-        rounded once: g = float(grad) * grad_scale; p = p * (1 - lr * weight_decay), or g = g + weight_decay * p;
-        m = m + (g - m) * (1 - beta1) [for beta1 <= 0.5: g - (g - m) * beta1]; v = v * beta2 + ((1 - beta2) * g) * g;
-        p = p + (s * m) / (sqrt(v) / c + eps).
+        Numerics: arrays are decoded to float32, updated and encoded. One rounding per operation; every backend and
+        instruction set gives the same bits. Scalars are computed in double and then rounded once. With
+        g = float(grad) * grad_scale and lerp(a, b, w) = a + (b - a) * w [for w >= 0.5: b - (b - a) * (1 - w)]:
+
+            adam     p = p * (1 - lr * weight_decay), or g = g + weight_decay * p; m = lerp(m, g, 1 - beta1)
+                     v = v * beta2 + ((1 - beta2) * g) * g
+                     p = p + ((-lr / (1 - beta1**step)) * m) / (sqrt(v) / sqrt(1 - beta2**step) + eps)
+            lion     p = p * (1 - lr * weight_decay); p = p + -lr * sign(lerp(m, g, 1 - beta1))
+                     m = lerp(m, g, 1 - beta2)
+            sgd      g = g + weight_decay * p; b = b * momentum + g * (1 - dampening) [in step 1: g]
+                     g = b [nesterov: g + b * momentum]; p = p + -lr * g
+            adagrad  g = g + weight_decay * p; s = s + g * g; p = p + (-lr * g) / (sqrt(s) + eps)
+            sign     p = p * (1 - lr * weight_decay); b = lerp(b, g, 1 - momentum); p = p + -lr * sign(b)
+
+        Adam's order is that of torch's single-tensor path. A weight decay of 0 adds nothing to a gradient.
+
+        Raises:
+            KernelError: as for every submit, and where the arrays are no layout, a setting is out of its range, or
+                memory that is written overlaps anything else of the job.
         """
 
     def close(self) -> None:

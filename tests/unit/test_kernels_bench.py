@@ -195,9 +195,16 @@ def test_the_bytes_loop_touches_every_array(lane):
     """A ceiling that skipped a stream would flatter nobody but the ceiling."""
     for numel in (70, 300_001):
         for prefetch in (False, True):
-            p, m, v, g = (torch.full((numel,), value) for value in (1.0, 2.0, 3.0, 0.5))
-            w = torch.zeros(numel, dtype=torch.bfloat16)
+            arrays = [torch.full((numel,), value) for value in (1.0, 2.0, 3.0)]
+            remainder = torch.arange(numel + -(-numel // 16)).to(torch.int16)
+            codes = torch.arange(numel + 4 * -(-numel // 256)).to(torch.uint8)
+            working = torch.ones(numel, dtype=torch.bfloat16)
             segment = kernels.UpdateSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
-            lane.update_bytes("adam", p, (m, v), g, w, [segment], 2.0, prefetch=prefetch).wait()
-            for tensor, value in ((p, 2.0), (m, 2.5), (v, 3.5), (w, 2.0), (g, 0.5)):
-                assert tensor.eq(value).all()
+            for master, states in ((arrays[0], arrays[1:]), (remainder, (codes, codes.flip(0)))):
+                ins = [master, *states, *([working] if master is remainder else [])]
+                outs = [torch.zeros_like(array) for array in ins]
+                lane.update_bytes(
+                    "adam", master, states, arrays[0], working, [segment], prefetch=prefetch,
+                    out=(outs[0], tuple(outs[1:3]), outs[3] if master is remainder else working.clone()),
+                ).wait()  # fmt: skip
+                assert all(torch.equal(a, b) for a, b in zip(ins, outs, strict=True))

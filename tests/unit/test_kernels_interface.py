@@ -131,14 +131,6 @@ def test_updates_refuse_wrong_tensors(lane, role, bad, words):
     assert named.startswith("update: ") and (role in named or (role == "master" and words == "elements"))
 
 
-@pytest.mark.parametrize("role", ["master", "exp_avg", "exp_avg_sq"])
-def test_states_must_be_float32(lane, role):
-    tensors = {name: torch.ones(8) for name in ("master", "exp_avg", "exp_avg_sq", "grad")}
-    tensors[role] = tensors[role].bfloat16()
-    with pytest.raises(KernelError, match=f"{role} is bfloat16. It must be float32"):
-        update(lane, **tensors)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
