@@ -16,6 +16,8 @@ from torch import nn
 
 from offload_engine import kernels
 from offload_engine.buckets import (
+    Bucket,
+    Registry,
     allocate_buckets,
     assign_states,
     check_budget,
@@ -451,6 +453,10 @@ class OffloadEngine:
         with whole_values(self._registry, self._buckets, self._touched, names) as values:
             yield values
 
+    def _kept(self) -> tuple[nn.Module, Registry, list[Bucket], list[dict[str, Any]]]:
+        """Return whose values a checkpoint has."""
+        return self.module, self._registry, self._buckets, self.optimizer.param_groups
+
     def save(self, path: str | PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder, atomically; the folder that was there stays loadable until then.
 
@@ -462,17 +468,8 @@ class OffloadEngine:
         with _no_modes():
             self._settle_values()
             facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
-            if self._stepper.scaler is not None:
-                facts["loss_scale"] = self._stepper.scaler.state()
-            save_state(
-                path,
-                self.module,
-                self._registry,
-                self._buckets,
-                self.optimizer.param_groups,
-                facts,
-                generator_states(self.device.torch_device),
-            )
+            generators = generator_states(self.device.torch_device)
+            save_state(path, *self._kept(), {**facts, **self._stepper.facts()}, generators)
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Take over a checkpoint: values, moments, counters, settings, buffers, random generators.
@@ -488,9 +485,7 @@ class OffloadEngine:
             self._streamer.end_step()
             self._updates.end()
             self._residency.evict_idle(keep_resident=False)
-            facts, generators = load_state(
-                path, self.module, self._registry, self._buckets, self.optimizer.param_groups
-            )
+            facts, generators = load_state(path, *self._kept(), self._stepper.rules)
             for entry in self._registry.entries:
                 entry.param.grad = None
                 if entry.param.data_ptr() != entry.host_address:

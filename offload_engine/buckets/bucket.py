@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,6 +19,13 @@ from offload_engine.kernels import Event, codecs
 __all__ = ["Bucket", "Residency", "allocate_buckets", "state_bytes"]
 
 _no_dispatch = torch._C._DisableTorchDispatch
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Work on host memory that is neither the device's (ledger), nor a user's write (read guard), nor for autograd."""
+    with torch._C.DisableTorchFunction(), _no_dispatch(), torch.no_grad():
+        yield
 
 
 class Residency(enum.Enum):
@@ -274,7 +281,7 @@ class Bucket:
             return entry.host_view
         if self.master.dtype is torch.float32:
             return entry.host_view if self.is_own_master else self.host_view(entry, self.master)
-        with _no_dispatch(), torch.no_grad():
+        with _unseen():
             values = codecs.read_master(
                 self.master,
                 self.working if working is None else working,
@@ -285,7 +292,7 @@ class Bucket:
 
     def write_master(self, entry: ParameterEntry, value: torch.Tensor) -> None:
         """Make master and working copy of `entry` hold `value`, of any dtype; the working copy is its rounding."""
-        with _no_dispatch(), torch.no_grad():
+        with _unseen():
             if self.master is None or self.is_own_master:
                 if value is not entry.host_view:
                     entry.host_view.copy_(value)
@@ -301,13 +308,13 @@ class Bucket:
         if array.dtype is torch.float32:
             return self.host_view(entry, array)
         root = key in codecs.ROOT_KEYS
-        with _no_dispatch(), torch.no_grad():
+        with _unseen():
             values = codecs.read_state(array, self.numel, entry.offset_numel, entry.span_numel, root=root)
             return values.as_strided(entry.shape, entry.stride)
 
     def write_state(self, entry: ParameterEntry, key: str, value: torch.Tensor | float) -> None:
         """Make a state of `entry` hold `value`, a tensor in the parameter's shape or one number, in its layout."""
-        with _no_dispatch(), torch.no_grad():
+        with _unseen():
             if not isinstance(value, torch.Tensor):
                 value = torch.full((), float(value)).expand(entry.shape)
             array = self.states[key]

@@ -72,6 +72,8 @@ class ParameterEntry:
     """How many units in progress point this parameter at the device."""
     seen_version: int = 0
     """`param._version` when host copies were last known to agree."""
+    shares_version: bool = False
+    """It was wrapped as a view of the same memory as another parameter: torch counts writes to either in both."""
 
     # One backward's life of the gradient (see streaming.gradients).
     grad_seen_version: int = 0
@@ -224,6 +226,8 @@ def _check_storages(entries: list[ParameterEntry]) -> None:
         end = start + entry.span_numel * entry.param.element_size()
         owners.setdefault(entry.param.untyped_storage()._cdata, []).append((start, end, entry))
     for spans in owners.values():
+        for _, _, entry in spans:
+            entry.shares_version = len(spans) > 1
         spans.sort(key=lambda span: span[0])
         for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
             if start < end and first.dense and second.dense:

@@ -6,7 +6,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -33,8 +33,13 @@ def load_state(
     registry: Registry,
     buckets: list[Bucket],
     groups: list[dict[str, Any]],
+    rules: list[str],
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Fill parameters, masters, states, counters, param group settings and buffers from a checkpoint.
+
+    Args:
+        groups: the optimizer's param groups, changed in place.
+        rules: names of their update rules.
 
     Returns:
         The saved facts, and the generator states.
@@ -60,7 +65,7 @@ def load_state(
             if entry.group is not None
             for key in entry.state_keys
         }
-        _check_rule(states_file, registry)
+        _check_rule(states_file, registry, described["facts"].get("rules", rules), rules)
         _check(states_file, state_shapes, OPTIMIZER_FILE)
         _check_counters(described, registry)
         saved_groups = described["param_groups"]
@@ -131,8 +136,14 @@ def _check(file: TensorFile, wanted: dict[str, tuple[int, ...]], label: str) -> 
             )
 
 
-def _check_rule(file: TensorFile, registry: Registry) -> None:
+def _check_rule(file: TensorFile, registry: Registry, theirs: Sequence[str], ours: Sequence[str]) -> None:
     """Refuse the states of another update rule; a checkpoint holds no others than its rule keeps."""
+    if len(theirs) == len(ours) and list(theirs) != list(ours):
+        raise CheckpointError(
+            f"the checkpoint's param groups were updated by {', '.join(theirs)}, the optimizer's are by "
+            f"{', '.join(ours)}. Build an optimizer of the class that it was saved with, or load the model's weights "
+            f"alone."
+        )
     saved: dict[str, list[str]] = {}
     for label in file.keys():
         name, _, key = label.rpartition(".")

@@ -138,6 +138,16 @@ class Stepper:
         check_groups(groups)
         return {id(group): settings_of(group, self._kind) for group in groups}
 
+    @property
+    def rules(self) -> list[str]:
+        """Names of the param groups' update rules."""
+        return [settings.rule for settings in self.settings().values()]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, as JSON values."""
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.state()}
+        return {"rules": self.rules, **scale}
+
     def expected(self) -> tuple[Settings, float] | None:
         """Return what `step()` would use if nothing comes in between, or None when updates wait for the norm."""
         if self.needs_norm and not self.history.speculates:

@@ -162,11 +162,11 @@ class ExternalChanges:
         Where nobody kept that (a write on a thread that never stepped), the value is the master, without a remainder.
         """
         before = bucket.kept_working
-        if before is None and value is not entry.host_view:
+        if before is None and (value is not entry.host_view or entry.shares_version):
             before = bucket.working
         if before is None:
             bucket.write_master(entry, value)
         else:
             master = bucket.read_master(entry, before)
-            kept = bucket.host_view(entry, before) == value
+            kept = master.to(value.dtype) == value
             bucket.write_master(entry, torch.where(kept, master, value.float()))
