@@ -56,8 +56,8 @@ from offload_engine.streaming import (
     Streamer,
     Touched,
     UseOrder,
-    gradient_ring,
     gradient_store,
+    landing_slabs,
     moved,
     offloadable,
 )
@@ -138,13 +138,13 @@ class OffloadEngine:
             )
             undo.callback(self._slabs.close)
             self._buckets = allocate_buckets(layouts, self._slabs, self.device, config)
-            self._ring = gradient_ring(config, self._slabs, self._buckets)
+            self._landing = landing_slabs(config, self._slabs, self._buckets)
             plan = plan_of(config, self._buckets, budget, offloaded)
             self._registry = registry
             self._check_plan(plan)
             for bucket in spared_buckets(plan, self._buckets):
                 bucket.take_spare(self._slabs)
-            self._pool = backend.WorkerPool(threads.update)
+            self._pool = backend.WorkerPool(threads.update, binding.cpus)
             self._cpu_lane = self.device.lane(backend, CPU_UPDATE, pool=self._pool, ordered=False)
             self._gradient_lane = self.device.lane(backend, CPU_GRADIENT, pool=self._pool)
             undo.pop_all()
@@ -192,7 +192,7 @@ class OffloadEngine:
         self._residency = ResidencyManager(buckets, device, log, plan)
         self._touched = Touched()
         self._gradients = gradient_store(
-            self._ring, registry, buckets, device, log, self._gradient_lane, self._slabs, self._touched
+            self._landing, registry, buckets, device, log, self._gradient_lane, self._slabs, self._touched
         )
         self._gradients.expected_micro_batches = config.micro_batches
         self._activations = ActivationStore(

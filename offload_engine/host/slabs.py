@@ -70,6 +70,11 @@ class SlabAllocator:
         return sum(slab.tensor.numel() for slab in self._slabs.values())
 
     @property
+    def pins(self) -> bool:
+        """Whether slabs can be pinned."""
+        return self._pin is not None
+
+    @property
     def pinned_bytes(self) -> int:
         """Return the bytes of the pinned slabs."""
         return sum(slab.tensor.numel() for slab in self._slabs.values() if slab.pinned)

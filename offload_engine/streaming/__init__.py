@@ -7,7 +7,7 @@ from offload_engine.streaming.hooks import Streamer
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.micro_batches import LossFunction, MicroBatches, MicroBatchOrder
 from offload_engine.streaming.order import UseOrder
-from offload_engine.streaming.release import GradientRelease, gradient_ring, gradient_store
+from offload_engine.streaming.release import GradientRelease, gradient_store, landing_slabs
 from offload_engine.streaming.residency import ResidencyManager
 from offload_engine.streaming.runs import runs_of
 from offload_engine.streaming.structures import map_tensors, moved
@@ -26,8 +26,8 @@ __all__ = [
     "Touched",
     "UseOrder",
     "map_tensors",
-    "gradient_ring",
     "gradient_store",
+    "landing_slabs",
     "moved",
     "offloadable",
     "runs_of",

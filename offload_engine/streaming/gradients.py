@@ -24,6 +24,7 @@ from offload_engine.streaming.external import Touched
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.streaming.runs import run_of, runs_of
 from offload_engine.streaming.square_sums import SquareSums
+from offload_engine.streaming.staging import Staging
 from offload_engine.timeline import CAUSE_GRADIENT, CAUSE_NORM, CAUSE_READ, CPU_GRADIENT, D2H
 
 __all__ = ["GradientStore"]
@@ -43,7 +44,7 @@ _ALONE = _references_when_alone()
 
 
 class GradientStore:
-    """Owns: gradients that wait for the rest of their bucket, two staging slabs for sums."""
+    """Owns: gradients that wait for the rest of their bucket."""
 
     releases = False
     """Whether gradients are used up during backward; see `streaming.release`."""
@@ -52,6 +53,7 @@ class GradientStore:
 
     def __init__(
         self,
+        staging: Staging,
         registry: Registry,
         buckets: Sequence[Bucket],
         device: Device,
@@ -66,6 +68,7 @@ class GradientStore:
         self._log = log
         self._lane = lane
         self._slabs = slabs
+        self._staging = staging
         self._touched = touched
         self._aside: list[ParameterEntry] = []
         self._waiting: dict[int, dict[int, _Item]] = {}
@@ -87,9 +90,6 @@ class GradientStore:
         self._complete: set[int] = set()
         self._arrived: dict[int, int] = {}
         """Parameter -> the micro-batch whose gradient came last, in the backward in progress."""
-        self._staging: list[torch.Tensor] = []
-        self._staging_free: list[Event | None] = [None, None]
-        self._turn = 0
         self._micro_batch = 0
         self.backwards = 0  # that have changed a gradient
         self._last_micro_batches = 1
@@ -356,12 +356,9 @@ class GradientStore:
         assert bucket.grad is not None
         runs = runs_of(entry for entry, _ in items)
         if bucket.layout.dtype is torch.float32:
-            turn = self._turn = 1 - self._turn
-            landing = self._staging_slab(turn)[: bucket.numel * 4].view(torch.float32)
+            landing, before = self._staging.take(bucket)
             total = bucket.grad
-            before = self._staging_free[turn]
         else:
-            turn = -1
             landing = bucket.grad
             total = self._accumulator(bucket)
             before = self._fill_accumulator(bucket, [e for e, _ in items if not e.in_accumulator])
@@ -374,17 +371,10 @@ class GradientStore:
                 total[offset : offset + numel], landing[offset : offset + numel], self._after(bucket, landed)
             )
             self._follow(added, f"add gradient {bucket.name}", bucket, numel * (8 + landing.element_size()))
-        if turn >= 0:
-            self._staging_free[turn] = added
+        if landing is not bucket.grad:
+            self._staging.read_by(added)
         else:
             self._summing[bucket.index] = added
-
-    def _staging_slab(self, turn: int) -> torch.Tensor:
-        while len(self._staging) < 2:
-            # Once, when the first second micro-batch arrives: runs that never accumulate never pay for it.
-            largest = max(bucket.nbytes for bucket in self._buckets if bucket.grad is not None)
-            self._staging.append(self._slabs.allocate(f"gradient staging {len(self._staging)}", largest))
-        return self._staging[turn]
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         if bucket.accumulator is None:
@@ -515,6 +505,7 @@ class GradientStore:
         if self._micro_batch:
             self._last_micro_batches = self._micro_batch
         self._micro_batch = 0
+        self._staging.settle()
 
     def check_whole(self) -> None:
         """Raise a StateError if an error in a backward has left only some of the values updated: never here."""

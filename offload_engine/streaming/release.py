@@ -28,8 +28,9 @@ from offload_engine.errors import StateError
 from offload_engine.host import SlabAllocator
 from offload_engine.kernels import Event
 from offload_engine.streaming.gradients import GradientStore
+from offload_engine.streaming.staging import Staging
 
-__all__ = ["GradientRelease", "GradientRing", "gradient_ring", "gradient_store"]
+__all__ = ["GradientRelease", "GradientRing", "gradient_store", "landing_slabs"]
 
 _DEPTH = 3
 """Slabs: one that lands, one that is read, one to spare where updates are uneven."""
@@ -244,26 +245,29 @@ class GradientRelease(GradientStore):
         self._ended, self._broken = False, ""
 
 
-def gradient_ring(
+def landing_slabs(
     config: EngineConfig, slabs: SlabAllocator, buckets: Sequence[Bucket]
-) -> GradientRing | None:
-    """Return where gradients land to be used up, or None where they are kept.
+) -> tuple[GradientRing | None, Staging]:
+    """Return where gradients land to be used up, None where they are kept; and where they land to be added.
 
     Raises:
         StateError: a parameter has a gradient before it is wrapped.
         HostMemoryError: the host has no room for it.
     """
+    staging = Staging(slabs, buckets, several=(config.micro_batches or 1) > 1)
     if config.gradients == "keep":
-        return None
+        return None, staging
     for bucket in buckets:
         for entry in bucket.entries:
             if entry.group is not None:
                 _refuse_gradient(entry)
-    return GradientRing(slabs, buckets)
+    return GradientRing(slabs, buckets), staging
 
 
-def gradient_store(ring: GradientRing | None, *others: Any) -> GradientStore:
+def gradient_store(landing: tuple[GradientRing | None, Staging], *others: Any) -> GradientStore:
     """Return the store that keeps gradients, or with a ring the one that uses them up."""
+    ring, staging = landing
+    others = (staging, *others)
     return GradientStore(*others) if ring is None else GradientRelease(ring, *others)
 
 

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import offload_engine as oe
 from offload_engine import kernels
 from offload_engine.errors import KernelError
-from offload_engine.host import HostBudget, HostLimits, SlabAllocator, ThreadSplit, bind, binding
+from offload_engine.host import (
+    HostBudget,
+    HostLimits,
+    SlabAllocator,
+    ThreadSplit,
+    bind,
+    binding,
+    usable_cores,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="binding is Linux's")
 
@@ -101,3 +110,29 @@ def test_what_the_kernel_refuses_is_said_and_done_without(monkeypatch: pytest.Mo
     monkeypatch.setattr(binding, "_own_policy", lambda: binding._CHOSEN)
     own = bind(dataclasses.replace(SPLIT, nodes=(0,), node_cpus=(FIRST,)))
     assert own.place is None and "numactl" in own.refusals[0]
+
+
+def test_ranks_of_one_machine_update_on_their_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher says reaches the lanes and the log; the numbers are those of a rank on its own."""
+    count = min(2, usable_cores())
+    found = []
+    for rank in (None, *range(count)):
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(33, 33)
+        config = oe.EngineConfig(device="emulated")
+        with oe.OffloadEngine(model, torch.optim.AdamW(model.parameters()), config) as engine:
+            engine.backward(engine(torch.ones(2, 33)).square().mean())
+            engine.step()
+            values = model.weight.detach().clone()
+            (lane,) = threads_named("oe-cpu_update").values()
+            line = next(line for line in engine.describe() if line.startswith("Threads: "))
+        found.append((frozenset(lane), values))
+        if rank is not None and count > 1:
+            assert f"rank {rank} of {count}" in line and "the update stays on CPUs" in line
+    alone, *ranks = found
+    assert alone[0] == frozenset(os.sched_getaffinity(0))
+    assert len(frozenset().union(*(cpus for cpus, _ in ranks))) == sum(len(cpus) for cpus, _ in ranks)
+    assert all(torch.equal(values, alone[1]) for _, values in ranks)

@@ -15,8 +15,6 @@ from offload_engine.kernels.codecs import (
     ROOT_KEYS,
     STATE_KEYS,
     master_numel,
-    read_master,
-    read_state,
     state_numel,
     write_master,
     write_state,
