@@ -92,6 +92,11 @@ class ParameterEntry:
         self.norm_valid = False
         self.grad_changes += 1
 
+    def changed_in_place(self) -> None:
+        """Count an update, as torch counts any change in place: a graph made before it must not be used after it."""
+        torch.autograd.graph.increment_version(self.param)
+        self.seen_version = self.param._version
+
     @property
     def numel(self) -> int:
         """Number of elements."""

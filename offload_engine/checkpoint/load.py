@@ -85,8 +85,7 @@ def load_state(
                     bucket.write_state(entry, key, states_file.get(f"{entry.name}.{key}"))
                 entry.step.fill_(described["parameters"][entry.name]["step"])
                 bucket.version += 1
-                torch.autograd.graph.increment_version(entry.param)
-                entry.seen_version = entry.param._version
+                entry.changed_in_place()
             for name, buffer in buffers.items():
                 buffer.copy_(model_file.get(name))
     for group, saved in zip(groups, saved_groups, strict=True):

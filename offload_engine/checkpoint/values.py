@@ -49,8 +49,7 @@ def whole_values(
             if changed:
                 bucket.write_master(entry, value)
                 bucket.version += 1
-                torch.autograd.graph.increment_version(entry.param)
-                entry.seen_version = entry.param._version
+                entry.changed_in_place()
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

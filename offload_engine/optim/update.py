@@ -120,7 +120,8 @@ class UpdatePipeline:
         self._started.add(bucket.index)
         for entry in entries:
             entry.step += 1
-            _changed_in_place(entry)
+            if not entry.shares_version:
+                entry.changed_in_place()
 
     # In step().
 
@@ -171,7 +172,7 @@ class UpdatePipeline:
                 self._update_in_place(job.bucket, job.parts, grad_scale)
                 self._changed(job.bucket)
         for entry in entries:
-            _changed_in_place(entry)
+            entry.changed_in_place()
         self.guard.install()
 
     def end_step(self) -> None:
@@ -312,9 +313,3 @@ class UpdatePipeline:
         for bucket in self._buckets:
             bucket.pending_update = bucket.gradient_reader = None
             bucket.gradient_ready = []
-
-
-def _changed_in_place(entry: ParameterEntry) -> None:
-    """Count a change, as any in-place update does: a graph made before it must not be used after it."""
-    torch.autograd.graph.increment_version(entry.param)
-    entry.seen_version = entry.param._version

@@ -7,9 +7,9 @@ Rules of its own, since the update comes before `step()`:
   value, states and counter.
 * `p.grad` is None after backward. What has no optimizer keeps its gradient.
 * `step()` ends the step: it counts it, and waits where the plan is serial.
-* One backward per step. A second one before `step()` is a StateError, and changes nothing.
-* An error in the middle of a backward leaves some parameters updated and others not. From then on backward, `step()`
-  and `save()` raise a StateError, until a checkpoint is loaded.
+* One backward per step. Reentrant activation checkpointing, which runs a backward for each block, does not go.
+* An error in the middle of a backward, or a second backward before `step()`, leaves some parameters updated and others
+  not. From then on backward, `step()` and `save()` raise a StateError, until a checkpoint is loaded.
 * What reads a parameter in backward after its gradient is complete (through `detach()`, say) is an error: torch's about
   a tensor that was changed in place, or a StateError.
 """
@@ -109,6 +109,13 @@ class GradientRelease(GradientStore):
 
     # From autograd.
 
+    def take_touched(self) -> None:
+        """Refuse gradients that somebody put in place, before a backward changes anything."""
+        for entry in self._registry.entries:
+            if entry.group is not None:
+                _refuse_gradient(entry)
+        super().take_touched()
+
     def before_accumulate(self, entry: ParameterEntry) -> None:
         """Refuse a gradient that is there already: nothing is added to it."""
         if entry.group is not None:
@@ -131,17 +138,14 @@ class GradientRelease(GradientStore):
 
     def _check_first(self, entry: ParameterEntry) -> None:
         self.check_whole()
-        if self._ended:
-            raise StateError(
-                f"a second backward before step(): the gradient of '{entry.name}' has already been used, and there is "
-                f'none to add to (gradients = "release"). Nothing of this backward has been applied: call step() after '
-                f"each backward. {_KEEP}"
+        if self._ended or entry.index in self._arrived:
+            self._broken = (
+                "a second backward came before step(), and its gradients have nothing to be added to: those of the "
+                "first have updated the parameters already (gradients = 'release'). Call step() after each backward, "
+                "use use_reentrant=False in activation checkpointing, or gradients = 'keep'. Load the last "
+                "checkpoint: engine.load(path)."
             )
-        if entry.index in self._arrived:
-            raise StateError(
-                f"a second gradient of '{entry.name}' came in one backward (reentrant activation checkpointing of a "
-                f'module that is used twice?), and there is none to add to (gradients = "release"). {_KEEP}'
-            )
+            raise StateError(self._broken)
 
     # To the host, and used.
 
@@ -202,8 +206,11 @@ class GradientRelease(GradientStore):
             for bucket in used:
                 bucket.used_up = False
                 bucket.version += 1
+                for entry in bucket.entries:
+                    if entry.shares_version:  # not before: others' graphs would have counted it
+                        entry.changed_in_place()
             self._ended |= bool(used)
-            if used and not done:
+            if used and not done and not self._broken:
                 names = ", ".join(bucket.name for bucket in used[:5])
                 self._broken = (
                     f"an error in the middle of a backward has left {len(used)} of {len(self._buckets)} buckets "
@@ -225,9 +232,6 @@ class GradientRelease(GradientStore):
             StateError: somebody put a gradient in place, or an error in a backward has left values half updated.
         """
         self.check_whole()
-        for entry in self._registry.entries:
-            if entry.group is not None:
-                _refuse_gradient(entry)
         return super().settle()
 
     def square_sum(self, entries: Sequence[ParameterEntry]) -> float:
