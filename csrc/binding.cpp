@@ -131,11 +131,13 @@ class PyLane {
 
   EventPtr update(const std::string& rule, py::handle master, const py::sequence& states, py::handle grad,
                   py::handle working, const py::sequence& segments, double grad_scale, const py::iterable& after,
-                  const py::object& out, int64_t rank) {
+                  const py::object& out, int64_t rank, std::optional<bool> prefetch, std::optional<bool> stream) {
     Tensors tensors("update");
     UpdateJob job = update_job(tensors, rule, master, states, grad, working, segments, out);
     job.update = kernels_->update[size_t(job.rule)];
     job.grad_scale = grad_scale;
+    job.prefetch = prefetch;
+    job.stream = stream;
     return submit_update(tensors, std::move(job), after, rank);
   }
 
@@ -491,7 +493,7 @@ PYBIND11_MODULE(_native, m) {
       .def("square_sums", &PyLane::square_sums, py::arg("src"), py::arg("spans"), py::arg("out_f64"), after)
       .def("update", &PyLane::update, py::arg("rule"), py::arg("master"), py::arg("states"), py::arg("grad"),
            py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after, py::arg("out") = py::none(),
-           py::arg("rank") = 0)
+           py::arg("rank") = 0, py::kw_only(), py::arg("prefetch") = py::none(), py::arg("stream") = py::none())
       .def("update_bytes", &PyLane::update_bytes, py::arg("rule"), py::arg("master"), py::arg("states"),
            py::arg("grad"), py::arg("working"), py::arg("segments"), py::arg("grad_scale") = 1.0, after,
            py::arg("out") = py::none(), py::arg("rank") = 0, py::kw_only(), py::arg("prefetch"))

@@ -181,7 +181,7 @@ void run_update(Pool* pool, const UpdateJob& job) {
                              n,
                              first,
                              scalars[k],
-                             from_memory,
+                             job.stream.value_or(from_memory),
                              job.prefetch.value_or(from_memory) ? kPrefetchBytes : 0};
       job.update(run);
       // The rest of the segment's last block is nobody's.

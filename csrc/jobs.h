@@ -41,7 +41,8 @@ size_t master_numel(Dtype dtype, size_t numel);
 size_t state_numel(Dtype dtype, size_t numel);
 
 // Kernels::update of a rule, or Kernels::update_bytes. Segments are in ascending order and do not overlap. With `out`,
-// what lies outside of them is copied there. Whether to prefetch follows from the job's size unless it is said.
+// what lies outside of them is copied there. Whether to prefetch, and to store past the caches what is only written,
+// follows from the job's size unless it is said.
 struct UpdateJob {
   void (*update)(const UpdateRun&);
   Rule rule;
@@ -49,7 +50,7 @@ struct UpdateJob {
   Array grad;
   std::vector<UpdateSegment> segments;
   double grad_scale = 1;
-  std::optional<bool> prefetch = {};
+  std::optional<bool> prefetch = {}, stream = {};
   std::optional<UpdateState> out = {};
 };
 void run_update(Pool* pool, const UpdateJob& job);

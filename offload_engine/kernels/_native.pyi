@@ -64,6 +64,7 @@ class Lane:
         out_f64: torch.Tensor,
         after: Iterable[Event] = (),
     ) -> Event: ...
+    # prefetch, stream: by the job's size unless said, for `offload-engine bench update`; they change no bits.
     def update(
         self,
         rule: Rule,
@@ -76,6 +77,9 @@ class Lane:
         after: Iterable[Event] = (),
         out: UpdateOut | None = None,
         rank: int = 0,
+        *,
+        prefetch: bool | None = None,
+        stream: bool | None = None,
     ) -> Event: ...
     # The same byte streams with next to no arithmetic: the bandwidth ceiling of `offload-engine bench update`.
     def update_bytes(
