@@ -302,8 +302,8 @@ class HostileLane:
             if out is None:
                 fresh = [] if working is None else _parts(working, runs)
                 changed = [span for array in arrays for span in _updated(array, grad.numel(), runs)]
-                if working is not None and master.dtype in (torch.int16, torch.int8):
-                    reads = reads + fresh  # the upper half of the master
+                if master.dtype in (torch.int16, torch.int8):
+                    fresh, changed = [], changed + fresh  # the upper half of the master is read, too
                 reads, writes = reads + changed, changed + fresh
             else:
                 reads += _spans(array for array in (*arrays, working) if array is not None)

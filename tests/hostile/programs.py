@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import typing
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import offload_engine as oe
-from offload_engine.config import LossScaleConfig
+from offload_engine.config import LossScaleConfig, MasterLayout, MomentsLayout
 from offload_engine.plan import DeviceShare, StepPlan
 from tests.parity.harness import SMALL, tokens
 
@@ -89,6 +90,10 @@ class Script:
     """Step -> micro-batch -> (whether the extra module is used, factor of the loss)."""
     zeroing: tuple[str, ...]
     """Of each step: "none" and "zeros" as `zero_grad` does, or "keep": the next gradients are added."""
+    layout: tuple[str, str]
+    """Of masters and moments."""
+    releases: bool
+    """Whether gradients may be used up as they land."""
 
 
 @functools.cache
@@ -106,7 +111,12 @@ def script_of(number: int) -> Script:
         steps.append(tuple((chance.random() < 0.7, factor) for factor in factors))
     zeroing = tuple(chance.choice(("none", "none", "zeros", "keep")) for _ in steps)
     limit = (None, 3.0, 0.05)[number // 3 % 3]
-    return Script(number, precision, limit, tuple(steps), zeroing)
+    masters = typing.get_args(MasterLayout) if precision == "bf16" else ("fp32",)
+    layout = chance.choice(masters), chance.choice(("fp32", *typing.get_args(MomentsLayout)))
+    releases = limit is None and precision != "fp16" and chance.random() < 0.6
+    if releases:
+        steps, zeroing = [micro_batches[:1] for micro_batches in steps], ("none",) * len(steps)
+    return Script(number, precision, limit, tuple(steps), zeroing, layout, releases)
 
 
 # How.
@@ -140,6 +150,10 @@ def config_of(script: Script, chance: random.Random) -> dict[str, Any]:
         "device_memory": budget,
         "links": {"h2d_gbps": chance.choice((0.0, 0.0, 0.02)), "d2h_gbps": chance.choice((0.0, 0.0, 0.02))},
     }
+    if script.releases and chance.random() < 0.7:
+        timing = chance.choice(("serial", "under_forward"))
+        config.update(gradients="release", update_timing=timing, micro_batches=1)
+        config.update(device_share=0.0, resident_states=None)
     return config
 
 
@@ -179,12 +193,13 @@ class Program:
     def run(self) -> None:
         for step, micro_batches in enumerate(self.script.steps):
             self.pass_(step, micro_batches)
-            self.look(step, "gradients", 0.2)
+            keeps = self.engine.config.gradients == "keep"
+            self.look(step, "gradients", 0.2 * keeps)
             self.engine.step()
             self.look(step, "parameters", 0.2)
             self.look(step, "states", 0.1)
             self.look(step, "evaluation", 0.1)
-            self.look(step, "gradients after", 0.1)
+            self.look(step, "gradients after", 0.1 * keeps)
             zeroing = self.script.zeroing[step]
             if zeroing != "keep":
                 self.engine.zero_grad(set_to_none=zeroing == "none")
@@ -300,6 +315,8 @@ def run(
         **config,
         "precision": script.precision,
         "max_grad_norm": script.max_grad_norm,
+        "master_layout": script.layout[0],
+        "moments_layout": script.layout[1],
     }
     engine = oe.OffloadEngine(model, make_optimizer(model), oe.EngineConfig(**settings))
     engine._activations.min_bytes = 64  # everything here is smaller than what is worth a copy
@@ -317,7 +334,11 @@ def run(
 def calm(number: int) -> dict[tuple[Any, ...], Any]:
     """Return what the calm serial run of a script has seen: all on the host but what is in use, one lane at a time."""
     seen: dict[tuple[Any, ...], Any] = {}
-    run(script_of(number), {"update_timing": "serial", "memory_ledger": False}, None, seen)
+    script = script_of(number)
+    master, moments = script.layout
+    if master == "split":  # its masters are those in fp32, bit for bit
+        script = dataclasses.replace(script, layout=("fp32", moments))
+    run(script, {"update_timing": "serial", "memory_ledger": False}, None, seen)
     return seen
 
 
