@@ -46,6 +46,9 @@ def bound_threads(
 ) -> tuple[ThreadSplit, Binding]:
     """Split the cores of this rank, which the launcher's environment names, and bind what is to be bound.
 
+    Returns:
+        (the split, less what the kernel refuses to bind; the binding).
+
     Args:
         devices: see `local_rank`.
 
@@ -53,7 +56,9 @@ def bound_threads(
         ConfigError: the environment or `config` asks for what cannot be.
     """
     split = split_threads(config, local_rank(os.environ, devices))
-    return split, bind(split)
+    binding = bind(split)
+    nodes = split.nodes if binding.place is not None else ()
+    return dataclasses.replace(split, cpus=binding.cpus, nodes=nodes), binding
 
 
 def bind(split: ThreadSplit) -> Binding:

@@ -112,6 +112,13 @@ def test_what_the_kernel_refuses_is_said_and_done_without(monkeypatch: pytest.Mo
     assert own.place is None and "numactl" in own.refusals[0]
 
 
+def test_the_log_does_not_claim_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = dataclasses.replace(SPLIT, cpus=(100_000,), nodes=(1000, 1001), node_cpus=(FIRST,))
+    monkeypatch.setattr(binding, "split_threads", lambda *_: wanted)
+    split, bound = binding.bound_threads(oe.ThreadsConfig(), lambda: (0, ()))
+    assert split.sentence().endswith("on 1 usable core (a test).") and len(bound.refusals) == 2
+
+
 def test_ranks_of_one_machine_update_on_their_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launcher says reaches the lanes and the log; the numbers are those of a rank on its own."""
     count = min(2, usable_cores())
