@@ -109,10 +109,7 @@ def settings(
 
 
 def make_arrays(rule: str, layout: Layout, numel: int) -> Arrays:
-    """Return filled arrays.
-
-    Gradients and both moments are positive: a bandwidth loop that adds them up makes no second moment negative.
-    """
+    """Return arrays filled with ordinary values: magnitudes of normal numbers, no zeros and no subnormals."""
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_PATTERN_NUMEL, generator=generator).abs_().add_(0.1)
     working = None if layout.working is None else torch.zeros(numel, dtype=layout.working)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from offload_engine.bench.rivals import Rival, RivalJob, job_of
 from offload_engine.bench.turns import Ratio, ratio, repeats_of, take_turns
 from offload_engine.bench.update_arrays import LAYOUTS, Arrays, make_arrays
@@ -40,10 +38,10 @@ class UpdateRow:
     """Read and written by an update."""
     gparams_per_s: float
     gb_per_s: float
-    ceiling_gb_per_s: float | None
-    """Of a loop over the same byte streams with next to no arithmetic."""
-    share_of_ceiling: float | None
-    share_of_ceiling_interval: Interval | None
+    ceiling_gb_per_s: float
+    """Of a loop that reads and writes the same byte streams as they are."""
+    share_of_ceiling: float
+    share_of_ceiling_interval: Interval
     over_fp32_layout: float
     """Against the same rule with fp32 masters and states ("mixed"); 1 for those layouts themselves."""
     over_fp32_layout_interval: Interval
@@ -92,11 +90,9 @@ def measure_rate(
 
     times_s = take_turns(jobs, rounds, repeats=repeats_of(numel))
     medians_s = {name: statistics.median(times) for name, times in times_s.items()}
-    ceiling = min(
-        (name for name in jobs if name.startswith("bytes")), key=medians_s.__getitem__, default=None
-    )
+    ceiling = min((name for name in jobs if name.startswith("bytes")), key=medians_s.__getitem__)
 
-    def over(name: str | None) -> Ratio | None:
+    def over(name: str) -> Ratio | None:
         return ratio(times_s[name], times_s["ours"]) if name in times_s else None
 
     def rate(name: str) -> float | None:
@@ -108,7 +104,8 @@ def measure_rate(
 
     gparams_per_s = numel / medians_s["ours"] / 1e9
     moved = ours.moved_bytes() / numel
-    share, over_fp32 = over(ceiling), over("fp32 layout") or Ratio(1.0, 1.0, 1.0)
+    share = ratio(times_s[ceiling], times_s["ours"])
+    over_fp32 = over("fp32 layout") or Ratio(1.0, 1.0, 1.0)
     over_torch, over_deepspeed = over("torch"), over("deepspeed")
     return UpdateRow(
         rule=rule,
@@ -122,9 +119,9 @@ def measure_rate(
         moved_bytes_per_param=moved,
         gparams_per_s=gparams_per_s,
         gb_per_s=gparams_per_s * moved,
-        ceiling_gb_per_s=None if ceiling is None else ours.moved_bytes() / medians_s[ceiling] / 1e9,
-        share_of_ceiling=_value(share),
-        share_of_ceiling_interval=_interval(share),
+        ceiling_gb_per_s=ours.moved_bytes() / medians_s[ceiling] / 1e9,
+        share_of_ceiling=share.value,
+        share_of_ceiling_interval=share.interval(),
         over_fp32_layout=over_fp32.value,
         over_fp32_layout_interval=over_fp32.interval(),
         torch_gparams_per_s=rate("torch"),
@@ -147,15 +144,8 @@ def _update(lane: Any, arrays: Arrays) -> Callable[[], object]:
     ).wait()
 
 
-def _bandwidth(lane: Any, ours: Arrays) -> dict[str, Callable[[], object]]:
-    """Return the ceiling's jobs, with software prefetch and without: the faster one counts.
-
-    They work on the update's own arrays, or on others like them where sums of codes would leave no numbers behind.
-    """
-    if ours.rule != "adamw":
-        return {}
-    coded = {torch.int8, torch.int16, torch.uint8} & {ours.layout.master, ours.layout.states}
-    arrays = make_arrays(ours.rule, ours.layout, ours.numel) if coded else ours
+def _bandwidth(lane: Any, arrays: Arrays) -> dict[str, Callable[[], object]]:
+    """Return the ceiling's jobs, with software prefetch and without: the faster one counts. Values stay as they are."""
     segments = arrays.segments()
 
     def job(prefetch: bool) -> Callable[[], object]:
@@ -166,7 +156,6 @@ def _bandwidth(lane: Any, ours: Arrays) -> dict[str, Callable[[], object]]:
             arrays.grad,
             arrays.working,
             segments,
-            1e-6,
             prefetch=prefetch,
         ).wait()
 

@@ -191,20 +191,36 @@ def test_accuracy():
         assert 0 < row.mean_error_lr < row.max_error_lr < 8 * ulp_lr
 
 
-def test_the_bytes_loop_touches_every_array(lane):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_loop_touches_every_array(lane, layout):
     """A ceiling that skipped a stream would flatter nobody but the ceiling."""
-    for numel in (70, 300_001):
+    for numel in (70, 100_001):
         for prefetch in (False, True):
-            arrays = [torch.full((numel,), value) for value in (1.0, 2.0, 3.0)]
-            remainder = torch.arange(numel + -(-numel // 16)).to(torch.int16)
-            codes = torch.arange(numel + 4 * -(-numel // 256)).to(torch.uint8)
-            working = torch.ones(numel, dtype=torch.bfloat16)
-            segment = kernels.UpdateSegment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
-            for master, states in ((arrays[0], arrays[1:]), (remainder, (codes, codes.flip(0)))):
-                ins = [master, *states, *([working] if master is remainder else [])]
-                outs = [torch.zeros_like(array) for array in ins]
-                lane.update_bytes(
-                    "adam", master, states, arrays[0], working, [segment], prefetch=prefetch,
-                    out=(outs[0], tuple(outs[1:3]), outs[3] if master is remainder else working.clone()),
-                ).wait()  # fmt: skip
-                assert all(torch.equal(a, b) for a, b in zip(ins, outs, strict=True))
+            arrays = make_arrays("adamw", LAYOUTS[layout], numel)
+            inputs = (arrays.master, *arrays.states, arrays.working)
+            outputs = [None if tensor is None else torch.full_like(tensor, 77) for tensor in inputs]
+            event = lane.update_bytes(
+                "adam", arrays.master, arrays.states, arrays.grad, arrays.working, arrays.segments(),
+                out=(outputs[0], tuple(outputs[1:-1]), outputs[-1]), prefetch=prefetch,
+            )  # fmt: skip
+            event.wait()
+            for old, new in zip(inputs[:-1], outputs[:-1], strict=True):
+                assert torch.equal(old, new)
+            if arrays.working is not None:
+                assert not outputs[-1].eq(77).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forced_variants_change_no_bits(lane, layout):
+    found = []
+    for prefetch, stream in ((None, None), (False, False), (True, True)):
+        arrays = make_arrays("adamw", LAYOUTS[layout], 100_001)
+        event = lane.update(
+            "adam", arrays.master, arrays.states, arrays.grad, arrays.working, arrays.segments(),
+            prefetch=prefetch, stream=stream,
+        )  # fmt: skip
+        event.wait()
+        assert event.nbytes == arrays.moved_bytes()
+        found.append([t for t in (arrays.master, *arrays.states, arrays.working) if t is not None])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
