@@ -8,13 +8,13 @@ namespace offload {
 namespace {
 
 template <class V>
-inline typename V::S signed_of(typename V::U x) {
+OFFLOAD_INLINE typename V::S signed_of(typename V::U x) {
   return (typename V::S)x;
 }
 
 // bfloat16, to nearest even.
 template <class V>
-inline typename V::U bf16_of(typename V::F x) {
+OFFLOAD_INLINE typename V::U bf16_of(typename V::F x) {
   using U = typename V::U;
   const U bits = V::bits(x), nan = U{} + 0x7FC0;
   const U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
@@ -22,17 +22,17 @@ inline typename V::U bf16_of(typename V::F x) {
 }
 
 template <class V>
-inline void load_bf16(const char* from, size_t i, typename V::F* x) {
+OFFLOAD_INLINE void load_bf16(const char* from, size_t i, typename V::F* x) {
   for (size_t k = 0; k < V::kVectors; ++k) x[k] = V::load(offset<BF16>(from, i + k * V::kLanes));
 }
 
 template <class V>
-inline void bf16_words(const typename V::F* x, typename V::U* words) {
+OFFLOAD_INLINE void bf16_words(const typename V::F* x, typename V::U* words) {
   for (size_t k = 0; k < V::kVectors; ++k) words[k] = bf16_of<V>(x[k]);
 }
 
 template <class V>
-inline void store_bf16(const typename V::F* x, char* to, size_t i) {
+OFFLOAD_INLINE void store_bf16(const typename V::F* x, char* to, size_t i) {
   typename V::U words[V::kVectors];
   bf16_words<V>(x, words);
   V::store_u16(words, to + 2 * i);
@@ -40,7 +40,7 @@ inline void store_bf16(const typename V::F* x, char* to, size_t i) {
 
 // Random bits of a pack: murmur3's finaliser of seed + index.
 template <class V>
-inline void random_bits(uint32_t first, typename V::U* h) {
+OFFLOAD_INLINE void random_bits(uint32_t first, typename V::U* h) {
   static const uint32_t kIota[kPack] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (size_t k = 0; k < V::kVectors; ++k) {
     typename V::U x = V::load_u32(kIota + k * V::kLanes) + first;
@@ -53,7 +53,7 @@ inline void random_bits(uint32_t first, typename V::U* h) {
 // bfloat16, rounded up with the probability of what lies above: `h` has 16 random bits for a first state in its lower
 // half, and 16 for a second one in its upper half.
 template <class V, bool kSecond>
-inline void store_stochastic(const typename V::F* x, const typename V::U* h, char* to, size_t i) {
+OFFLOAD_INLINE void store_stochastic(const typename V::F* x, const typename V::U* h, char* to, size_t i) {
   using U = typename V::U;
   U words[V::kVectors];
   const U nan = U{} + 0x7FC0;
@@ -71,7 +71,7 @@ inline void store_stochastic(const typename V::F* x, const typename V::U* h, cha
 // -32768, with a bit of the bitmap set.
 struct Split {
   template <class V>
-  static void load(const UpdateArrays& from, size_t i, typename V::F* p) {
+  static OFFLOAD_INLINE void load(const UpdateArrays& from, size_t i, typename V::F* p) {
     using U = typename V::U;
     uint16_t ties;
     memcpy(&ties, from.ties + i / 8, 2);
@@ -80,12 +80,16 @@ struct Split {
       const size_t at = 2 * (i + k * V::kLanes);
       bits[k] = (V::load_u16(from.working + at) << 16) + V::load_i16(from.master + at);
     }
-    if (__builtin_expect(ties != 0, 0)) add_ties<V>(ties, bits);
     for (size_t k = 0; k < V::kVectors; ++k) p[k] = V::floats(bits[k]);
+    if (__builtin_expect(ties != 0, 0)) {
+      uint32_t above[kPack];
+      spread_ties(ties, above);
+      for (size_t k = 0; k < V::kVectors; ++k) p[k] = V::floats(bits[k] + V::load_u32(above + k * V::kLanes));
+    }
   }
 
   template <class V>
-  static void store(const typename V::F* p, const UpdateArrays& to, size_t i) {
+  static OFFLOAD_INLINE void store(const typename V::F* p, const UpdateArrays& to, size_t i) {
     using U = typename V::U;
     U words[V::kVectors], low[V::kVectors], tied = U{};
     const U none = U{}, all = ~none;
@@ -97,23 +101,23 @@ struct Split {
     }
     V::store_u16(words, to.working + 2 * i);
     V::store_u16(low, to.master + 2 * i);
-    const uint16_t ties = __builtin_expect(V::any(tied), 0) ? find_ties<V>(p, words) : 0;
+    uint16_t ties = 0;
+    if (__builtin_expect(V::any(tied), 0)) {
+      uint32_t bits[kPack], high[kPack];
+      for (size_t k = 0; k < V::kVectors; ++k) {
+        V::store_u32(V::bits(p[k]), bits + k * V::kLanes);
+        V::store_u32(words[k], high + k * V::kLanes);
+      }
+      ties = find_ties(bits, high);
+    }
     memcpy(to.ties + i / 8, &ties, 2);
   }
 
  private:
-  template <class V>
-  static __attribute__((noinline)) void add_ties(uint32_t ties, typename V::U* bits) {
-    uint32_t add[kPack];
-    for (size_t k = 0; k < kPack; ++k) add[k] = (ties >> k & 1) << 16;
-    for (size_t k = 0; k < V::kVectors; ++k) bits[k] = bits[k] + V::load_u32(add + k * V::kLanes);
+  static __attribute__((noinline)) void spread_ties(uint32_t ties, uint32_t* above) {
+    for (size_t k = 0; k < kPack; ++k) above[k] = (ties >> k & 1) << 16;
   }
-
-  template <class V>
-  static __attribute__((noinline)) uint16_t find_ties(const typename V::F* p, const typename V::U* words) {
-    uint32_t bits[kPack], high[kPack];
-    memcpy(bits, p, sizeof bits);
-    memcpy(high, words, sizeof high);
+  static __attribute__((noinline)) uint16_t find_ties(const uint32_t* bits, const uint32_t* high) {
     uint32_t ties = 0;
     for (size_t k = 0; k < kPack; ++k) ties |= uint32_t(bits[k] - (high[k] << 16) == 0x8000) << k;
     return uint16_t(ties);
@@ -123,7 +127,7 @@ struct Split {
 // Missing are 8 bits of 2^8, clamped to -127 and 127 so that the working copy stays the rounding of the master.
 struct Split24 {
   template <class V>
-  static void load(const UpdateArrays& from, size_t i, typename V::F* p) {
+  static OFFLOAD_INLINE void load(const UpdateArrays& from, size_t i, typename V::F* p) {
     for (size_t k = 0; k < V::kVectors; ++k) {
       const size_t at = i + k * V::kLanes;
       p[k] = V::floats((V::load_u16(from.working + 2 * at) << 16) + (V::load_i8(from.master + at) << 8));
@@ -131,7 +135,7 @@ struct Split24 {
   }
 
   template <class V>
-  static void store(const typename V::F* p, const UpdateArrays& to, size_t i) {
+  static OFFLOAD_INLINE void store(const typename V::F* p, const UpdateArrays& to, size_t i) {
     using U = typename V::U;
     using S = typename V::S;
     U words[V::kVectors], low[V::kVectors];
@@ -158,12 +162,12 @@ inline float load_scale(const char* from) {
 }
 
 template <class V>
-inline typename V::F signed8(const char* codes, typename V::F scale) {
+OFFLOAD_INLINE typename V::F signed8(const char* codes, typename V::F scale) {
   return (V::to_float(signed_of<V>(V::load_u8(codes))) - V::set1(128)) * scale;
 }
 
 template <class V>
-inline typename V::F root8(const char* codes, typename V::F scale) {
+OFFLOAD_INLINE typename V::F root8(const char* codes, typename V::F scale) {
   const typename V::F root = V::to_float(signed_of<V>(V::load_u8(codes))) * scale;
   return root * root;
 }
@@ -199,11 +203,11 @@ inline void store_signed8(const float* x, uint32_t greatest_bits, char* codes, c
   const float inverse = begin_block(scale_of(greatest_bits, 1.0f / 127.0f), codes, scale_at);
   if (inverse == 0) return;
   const typename V::F factor = V::set1(inverse);
-  for (size_t i = 0; i < kScaleBlock; i += kPack) {
-    typename V::U q[V::kVectors];
-    for (size_t k = 0; k < V::kVectors; ++k)
-      q[k] = (typename V::U)V::round(V::load(x + i + k * V::kLanes) * factor) + 128;
-    V::store_u8(q, codes + i);
+  for (size_t i = 0; i < kScaleBlock; i += 2 * kPack) {
+    typename V::U q[2 * V::kVectors];
+    for (size_t k = 0; k < 2 * V::kVectors; ++k)
+      q[k] = (typename V::U)V::round(V::load(x + i + k * V::kLanes) * factor);
+    V::store_signed_codes(q, codes + i);
   }
 }
 
@@ -213,15 +217,15 @@ inline void store_root8(const float* roots, uint32_t greatest_bits, char* codes,
   const float inverse = begin_block(scale_of(greatest_bits, 1.0f / 255.0f), codes, scale_at);
   if (inverse == 0) return;
   const typename V::F factor = V::set1(inverse);
-  const U none = U{}, one = none + 1;
-  for (size_t i = 0; i < kScaleBlock; i += kPack) {
-    U q[V::kVectors];
-    for (size_t k = 0; k < V::kVectors; ++k) {
+  const U one = U{} + 1;
+  for (size_t i = 0; i < kScaleBlock; i += 2 * kPack) {
+    U q[2 * V::kVectors];
+    for (size_t k = 0; k < 2 * V::kVectors; ++k) {
       const typename V::F root = V::load(roots + i + k * V::kLanes);
       // Never 0 for a positive value: a zero under the root would blow the step up.
-      q[k] = V::max((U)V::round(root * factor), root > V::set1(0) ? one : none);
+      q[k] = V::max((U)V::round(root * factor), V::min(V::bits(root), one));
     }
-    V::store_u8(q, codes + i);
+    V::store_codes(q, codes + i);
   }
 }
 

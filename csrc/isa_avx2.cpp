@@ -44,6 +44,8 @@ struct Avx2 : Lanes<Float256, Uint256, Int256> {
   static void stream(F x, BF16* p) { stream_bits(bfloat(x), p); }
 
   static U max(U a, U b) { return U(_mm256_max_epu32(__m256i(a), __m256i(b))); }
+  static U min(U a, U b) { return U(_mm256_min_epu32(__m256i(a), __m256i(b))); }
+  static void store_u32(U x, uint32_t* p) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(x)); }
   static bool any(U x) { return !_mm256_testz_si256(__m256i(x), __m256i(x)); }
   static S round(F x) { return S(_mm256_cvtps_epi32(x)); }
   static U load_u32(const uint32_t* p) { return U(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -61,9 +63,19 @@ struct Avx2 : Lanes<Float256, Uint256, Int256> {
   static void store_bytes(__m256i x, char* p) {
     store_bits(_mm_unpacklo_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)), p);
   }
-  static void store_u8(const U* x, char* p) {
-    const __m256i packed = _mm256_packus_epi32(__m256i(x[0]), __m256i(x[1]));
-    store_bytes(_mm256_packus_epi16(packed, packed), p);
+  static __m256i in_order(__m256i x) {
+    return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+  static void store_codes(const U* x, char* p) {
+    const __m256i a = _mm256_packus_epi32(__m256i(x[0]), __m256i(x[1]));
+    const __m256i b = _mm256_packus_epi32(__m256i(x[2]), __m256i(x[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(_mm256_packus_epi16(a, b)));
+  }
+  static void store_signed_codes(const U* x, char* p) {
+    const __m256i a = _mm256_packs_epi32(__m256i(x[0]), __m256i(x[1]));
+    const __m256i b = _mm256_packs_epi32(__m256i(x[2]), __m256i(x[3]));
+    const __m256i codes = _mm256_xor_si256(_mm256_packs_epi16(a, b), _mm256_set1_epi8(-128));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(codes));
   }
   static void store_i8(const U* x, char* p) {
     const __m256i packed = _mm256_packs_epi32(__m256i(x[0]), __m256i(x[1]));

@@ -44,6 +44,8 @@ struct Avx512 : Lanes<Float512, Uint512, Int512> {
   static void stream(F x, BF16* p) { stream_bits(bfloat(x), p); }
 
   static U max(U a, U b) { return U(_mm512_max_epu32(__m512i(a), __m512i(b))); }
+  static U min(U a, U b) { return U(_mm512_min_epu32(__m512i(a), __m512i(b))); }
+  static void store_u32(U x, uint32_t* p) { _mm512_storeu_si512(p, __m512i(x)); }
   static bool any(U x) { return _mm512_test_epi32_mask(__m512i(x), __m512i(x)) != 0; }
   static S round(F x) { return S(_mm512_cvtps_epi32(x)); }
   static U load_u32(const uint32_t* p) { return U(_mm512_loadu_si512(p)); }
@@ -54,10 +56,17 @@ struct Avx512 : Lanes<Float512, Uint512, Int512> {
   static U load_i16(const char* p) { return U(_mm512_cvtepi16_epi32(load_bits(p))); }
   static void store_u16(const U* x, char* p) { store_bits(_mm512_maskz_cvtepi32_epi16(0xFFFF, __m512i(x[0])), p); }
   static void stream_u16(const U* x, char* p) { stream_bits(_mm512_maskz_cvtepi32_epi16(0xFFFF, __m512i(x[0])), p); }
-  static void store_u8(const U* x, char* p) {
+  static void store_i8(const U* x, char* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(0xFFFF, __m512i(x[0])));
   }
-  static void store_i8(const U* x, char* p) { store_u8(x, p); }
+  static void store_codes(const U* x, char* p) {
+    store_i8(x, p);
+    store_i8(x + 1, p + 16);
+  }
+  static void store_signed_codes(const U* x, char* p) {
+    const U codes[] = {x[0] + 128, x[1] + 128};
+    store_codes(codes, p);
+  }
 
   struct Squares {
     __m512d sums = _mm512_setzero_pd();

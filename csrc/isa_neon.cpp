@@ -32,6 +32,8 @@ struct Neon : Lanes<float32x4_t, uint32x4_t, int32x4_t> {
   static void store(F x, BF16* p) { store_bits(bfloat(x), p); }
 
   static U max(U a, U b) { return vmaxq_u32(a, b); }
+  static U min(U a, U b) { return vminq_u32(a, b); }
+  static void store_u32(U x, uint32_t* p) { vst1q_u32(p, x); }
   static bool any(U x) { return vmaxvq_u32(x) != 0; }
   static S round(F x) { return vcvtnq_s32_f32(x); }
   static U load_u32(const uint32_t* p) { return vld1q_u32(p); }
@@ -49,11 +51,18 @@ struct Neon : Lanes<float32x4_t, uint32x4_t, int32x4_t> {
   static void store_u16(const U* x, char* p) {
     for (int k = 0; k < 4; ++k) store_bits(vmovn_u32(x[k]), p + 8 * k);
   }
-  static void store_u8(const U* x, char* p) {
-    for (int k = 0; k < 4; k += 2)
-      vst1_u8(reinterpret_cast<uint8_t*>(p + 4 * k), vmovn_u16(vcombine_u16(vmovn_u32(x[k]), vmovn_u32(x[k + 1]))));
+  static uint8x8_t eight(U a, U b) { return vmovn_u16(vcombine_u16(vmovn_u32(a), vmovn_u32(b))); }
+  static void store_i8(const U* x, char* p) {
+    for (int k = 0; k < 4; k += 2) vst1_u8(reinterpret_cast<uint8_t*>(p + 4 * k), eight(x[k], x[k + 1]));
   }
-  static void store_i8(const U* x, char* p) { store_u8(x, p); }
+  static void store_codes(const U* x, char* p) {
+    store_i8(x, p);
+    store_i8(x + 4, p + 16);
+  }
+  static void store_signed_codes(const U* x, char* p) {
+    for (int k = 0; k < 8; k += 2)
+      vst1_u8(reinterpret_cast<uint8_t*>(p + 4 * k), veor_u8(eight(x[k], x[k + 1]), vdup_n_u8(128)));
+  }
   static void stream_u16(const U* x, char* p) { store_u16(x, p); }
 
   // No intrinsic stores past the caches here; cores detect a written stream themselves.

@@ -2,12 +2,13 @@
 // Everything here is in an unnamed namespace: nothing compiled for AVX-512 may be linked into the scalar path.
 //
 // V has: types F, U and S (float, uint32_t, int32_t: arithmetic by operators, `a < b ? x : y` by lane), kLanes,
-//        kVectors (vectors in a pack of kPack elements), kPrefetch, set1, sqrt, max (of U), any (of U: a bit is set),
-//        bits and floats (between F and U), to_float (of S), round (to S, to nearest even), load and store for float,
-//        BF16 and F16, load_u8, load_i8, load_u16 and load_i16 (widened to U), store_u8, store_i8 and store_u16 (a pack
-//        of U whose values fit), stream and stream_u16 (the same past the caches, to an address aligned to what is
-//        stored), fence, and class Squares (8 double sums). `One` below is V with one lane: it does the tails of
-//        conversions, and is the scalar kernels' vector.
+//        kVectors (vectors in a pack of kPack elements), kPrefetch, set1, sqrt, max and min (of U), any (of U: a bit is
+//        set), bits and floats (between F and U), to_float (of S), round (to S, to nearest even), load and store for
+//        float, BF16 and F16, load_u8, load_i8, load_u16 and load_i16 (widened to U), load_u32, store_u32, store_i8 and
+//        store_u16 (a pack of U whose values fit), store_codes and store_signed_codes (two packs as bytes, the latter
+//        with 128 added), stream and stream_u16 (past the caches, to an address aligned to what is stored), fence, and
+//        class Squares (8 double sums). `One` below is V with one lane: it does the tails of conversions, and is the
+//        scalar kernels' vector.
 #pragma once
 
 #include <string.h>
@@ -16,6 +17,9 @@
 
 namespace offload {
 namespace {
+
+// What a loop's body is made of must be in it: a call would take its vectors through memory.
+#define OFFLOAD_INLINE inline __attribute__((always_inline))
 
 struct BF16 {
   uint16_t bits;
@@ -98,6 +102,7 @@ struct One {
   static F set1(float x) { return x; }
   static F sqrt(F x) { return __builtin_sqrtf(x); }
   static U max(U a, U b) { return a < b ? b : a; }
+  static U min(U a, U b) { return a < b ? a : b; }
   static bool any(U x) { return x != 0; }
   static U bits(F x) { return bits_of(x); }
   static F floats(U x) { return float_of(x); }
@@ -112,10 +117,16 @@ struct One {
     return x;
   }
   static U load_i16(const char* p) { return U(int16_t(load_u16(p))); }
-  static void store_u8(const U* x, char* p) {
+  static void store_u32(U x, uint32_t* p) { *p = x; }
+  static void store_i8(const U* x, char* p) {
     for (size_t k = 0; k < kPack; ++k) p[k] = char(x[k]);
   }
-  static void store_i8(const U* x, char* p) { store_u8(x, p); }
+  static void store_codes(const U* x, char* p) {
+    for (size_t k = 0; k < 2 * kPack; ++k) p[k] = char(x[k]);
+  }
+  static void store_signed_codes(const U* x, char* p) {
+    for (size_t k = 0; k < 2 * kPack; ++k) p[k] = char(x[k] + 128);
+  }
   static void store_u16(const U* x, char* p) {
     for (size_t k = 0; k < kPack; ++k) {
       const uint16_t low = uint16_t(x[k]);

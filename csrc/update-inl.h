@@ -26,12 +26,12 @@ namespace {
 // arrays cannot alias. kStates says how many states the rule reads, kRoot whether the last is a sum of squares.
 
 template <class V>
-inline typename V::F lerp(typename V::F from, typename V::F to, typename V::F weight, bool from_end) {
+OFFLOAD_INLINE typename V::F lerp(typename V::F from, typename V::F to, typename V::F weight, bool from_end) {
   return from_end ? to - (to - from) * weight : from + (to - from) * weight;
 }
 
 template <class V>
-inline typename V::F sign(typename V::F x) {
+OFFLOAD_INLINE typename V::F sign(typename V::F x) {
   const typename V::F zero = V::set1(0), one = V::set1(1);
   const typename V::F negative = x < zero ? -one : x;
   return x > zero ? one : negative;
@@ -59,7 +59,7 @@ struct Adam {
         has_l2(s.l2 != 0) {}
 
   // Returns the root of the new v.
-  inline F operator()(F& p, F& m, F& v, F g) const {
+  OFFLOAD_INLINE F operator()(F& p, F& m, F& v, F g) const {
     g = g * grad_scale;
     p = p * decay;
     if (has_l2) g = g + l2 * p;
@@ -88,7 +88,7 @@ struct Lion {
         from_grad(s.lerp_from_grad),
         from_grad2(s.lerp2_from_grad) {}
 
-  inline void operator()(F& p, F& m, F&, F g) const {
+  OFFLOAD_INLINE void operator()(F& p, F& m, F&, F g) const {
     g = g * grad_scale;
     p = p * decay;
     p = p + negative_lr * sign<V>(lerp<V>(m, g, weight, from_grad));
@@ -115,7 +115,7 @@ struct Sgd {
         first_step(s.first_step),
         nesterov(s.nesterov) {}
 
-  inline void operator()(F& p, F& b, F&, F g) const {
+  OFFLOAD_INLINE void operator()(F& p, F& b, F&, F g) const {
     g = g * grad_scale;
     if (has_l2) g = g + l2 * p;
     if (has_momentum) {
@@ -141,7 +141,7 @@ struct Adagrad {
         negative_lr(V::set1(s.negative_step_size)),
         has_l2(s.l2 != 0) {}
 
-  inline void operator()(F& p, F& s, F&, F g) const {
+  OFFLOAD_INLINE void operator()(F& p, F& s, F&, F g) const {
     g = g * grad_scale;
     if (has_l2) g = g + l2 * p;
     s = s + g * g;
@@ -165,7 +165,7 @@ struct Sign {
         from_grad(s.lerp_from_grad),
         has_momentum(s.has_momentum) {}
 
-  inline void operator()(F& p, F& b, F&, F g) const {
+  OFFLOAD_INLINE void operator()(F& p, F& b, F&, F g) const {
     g = g * grad_scale;
     p = p * decay;
     if (has_momentum) g = b = lerp<V>(b, g, weight, from_grad);
@@ -371,7 +371,7 @@ void update(const UpdateRun& run) {
 // Adam in registers, for every layout: whole packs, and whole blocks of 8-bit states.
 
 template <class V>
-inline void load_grad(const UpdateRun& run, size_t i, typename V::F* g) {
+OFFLOAD_INLINE void load_grad(const UpdateRun& run, size_t i, typename V::F* g) {
   switch (run.grad_dtype) {
     case Dtype::kBFloat16: return load_bf16<V>(run.grad, i, g);
     case Dtype::kFloat16:
@@ -383,7 +383,7 @@ inline void load_grad(const UpdateRun& run, size_t i, typename V::F* g) {
 }
 
 template <class V, bool kStream, class T>
-inline void put(const typename V::F* x, char* to, size_t i) {
+OFFLOAD_INLINE void put(const typename V::F* x, char* to, size_t i) {
   for (size_t k = 0; k < V::kVectors; ++k) {
     T* const at = offset<T>(to, i + k * V::kLanes);
     kStream ? V::stream(x[k], at) : V::store(x[k], at);
@@ -391,7 +391,7 @@ inline void put(const typename V::F* x, char* to, size_t i) {
 }
 
 template <class V>
-inline void put_working(const UpdateRun& run, size_t i, const typename V::F* p) {
+OFFLOAD_INLINE void put_working(const UpdateRun& run, size_t i, const typename V::F* p) {
   char* const to = run.out.working;
   switch (run.working_dtype) {
     case Dtype::kFloat32: return run.stream ? put<V, true, float>(p, to, i) : put<V, false, float>(p, to, i);
@@ -409,11 +409,11 @@ template <bool kStream>
 struct Float32Master {
   static constexpr size_t kBytes = 4, kReadsWorking = 0;
   template <class V>
-  static void load(const UpdateRun& run, size_t i, typename V::F* p) {
+  static OFFLOAD_INLINE void load(const UpdateRun& run, size_t i, typename V::F* p) {
     for (size_t k = 0; k < V::kVectors; ++k) p[k] = V::load(offset<float>(run.in.master, i + k * V::kLanes));
   }
   template <class V>
-  static void store(const UpdateRun& run, size_t i, const typename V::F* p) {
+  static OFFLOAD_INLINE void store(const UpdateRun& run, size_t i, const typename V::F* p) {
     put<V, kStream, float>(p, run.out.master, i);
     put_working<V>(run, i, p);
   }
@@ -422,11 +422,11 @@ struct Float32Master {
 struct Bf16Master {
   static constexpr size_t kBytes = 2, kReadsWorking = 0;
   template <class V>
-  static void load(const UpdateRun& run, size_t i, typename V::F* p) {
+  static OFFLOAD_INLINE void load(const UpdateRun& run, size_t i, typename V::F* p) {
     load_bf16<V>(run.in.master, i, p);
   }
   template <class V>
-  static void store(const UpdateRun& run, size_t i, const typename V::F* p) {
+  static OFFLOAD_INLINE void store(const UpdateRun& run, size_t i, const typename V::F* p) {
     store_bf16<V>(p, run.out.master, i);
   }
 };
@@ -435,11 +435,11 @@ template <class M, size_t kMasterBytes>
 struct SplitMaster {
   static constexpr size_t kBytes = kMasterBytes, kReadsWorking = 2;
   template <class V>
-  static void load(const UpdateRun& run, size_t i, typename V::F* p) {
+  static OFFLOAD_INLINE void load(const UpdateRun& run, size_t i, typename V::F* p) {
     M::template load<V>(run.in, i, p);
   }
   template <class V>
-  static void store(const UpdateRun& run, size_t i, const typename V::F* p) {
+  static OFFLOAD_INLINE void store(const UpdateRun& run, size_t i, const typename V::F* p) {
     M::template store<V>(p, run.out, i);
   }
 };
@@ -448,14 +448,14 @@ template <bool kStream>
 struct Float32States {
   static constexpr size_t kBytes = 4;
   template <class V>
-  static void load(const UpdateRun& run, size_t i, typename V::F* m, typename V::F* v) {
+  static OFFLOAD_INLINE void load(const UpdateRun& run, size_t i, typename V::F* m, typename V::F* v) {
     for (size_t k = 0; k < V::kVectors; ++k) {
       m[k] = V::load(offset<float>(run.in.states[0], i + k * V::kLanes));
       v[k] = V::load(offset<float>(run.in.states[1], i + k * V::kLanes));
     }
   }
   template <class V>
-  static void store(const UpdateRun& run, size_t i, const typename V::F* m, const typename V::F* v) {
+  static OFFLOAD_INLINE void store(const UpdateRun& run, size_t i, const typename V::F* m, const typename V::F* v) {
     put<V, kStream, float>(m, run.out.states[0], i);
     put<V, kStream, float>(v, run.out.states[1], i);
   }
@@ -465,12 +465,12 @@ template <bool kStochastic>
 struct Bf16States {
   static constexpr size_t kBytes = 2;
   template <class V>
-  static void load(const UpdateRun& run, size_t i, typename V::F* m, typename V::F* v) {
+  static OFFLOAD_INLINE void load(const UpdateRun& run, size_t i, typename V::F* m, typename V::F* v) {
     load_bf16<V>(run.in.states[0], i, m);
     load_bf16<V>(run.in.states[1], i, v);
   }
   template <class V>
-  static void store(const UpdateRun& run, size_t i, const typename V::F* m, const typename V::F* v) {
+  static OFFLOAD_INLINE void store(const UpdateRun& run, size_t i, const typename V::F* m, const typename V::F* v) {
     if (kStochastic) {
       typename V::U h[V::kVectors];
       random_bits<V>(run.scalars.seed + uint32_t(run.first_numel + i), h);
@@ -485,7 +485,7 @@ struct Bf16States {
 
 // A pack is a cache line of float32; smaller elements have some of their lines asked for more than once.
 template <class V, class M, size_t kStateBytes>
-inline void prefetch(const UpdateRun& run, size_t i) {
+OFFLOAD_INLINE void prefetch(const UpdateRun& run, size_t i) {
   if (!V::kPrefetch || run.prefetch_bytes == 0) return;
   const size_t ahead = run.prefetch_bytes;
   __builtin_prefetch(run.in.master + i * M::kBytes + ahead, 1);
@@ -533,7 +533,7 @@ void adam_scale_blocks(const UpdateRun& run_in, size_t begin, size_t end) {
         V::store(m, m_block + j - block);
         V::store(root, root_block + j - block);
         m_most = V::max(m_most, V::bits(m) & 0x7FFFFFFF);
-        root_most = V::max(root_most, V::bits(root) & 0x7FFFFFFF);
+        root_most = V::max(root_most, V::bits(root));  // a NaN has any sign; nothing else has one
       }
       M::template store<V>(run, i, p);
     }
