@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["Ratio", "ratio", "repeats_of", "take_turns"]
 
-_SETTLE_S = 0.003
+_SETTLE_S = 0.03  # an OpenMP runtime left as it comes spins for about 10 ms
 _RESAMPLES = 1000
 
 
@@ -35,8 +35,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return each job's seconds, one reading a round, after one round that does not count.
 
-    Before each job there is a pause in which the spinning threads of the one before it fall asleep. Jobs that are
-    repeated within a reading run once more before it, so that all begin with what they left in the caches.
+    Before each reading there is a pause, in which the spinning threads of the job before it fall asleep. Jobs that are
+    repeated within a reading run once more before it: they begin with threads awake and with their own caches.
     """
     times_s: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(rounds + 1):
@@ -54,7 +54,7 @@ def take_turns(
 
 def repeats_of(numel: int) -> int:
     """Return how often an update of so many parameters is repeated: small ones are too short for one reading."""
-    return min(100, max(1, 4_000_000 // numel))
+    return min(16, max(1, 32_000_000 // numel))
 
 
 def ratio(above_s: Sequence[float], below_s: Sequence[float]) -> Ratio:

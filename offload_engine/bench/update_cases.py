@@ -109,7 +109,7 @@ def measure_tensors(
     for rival in rivals:
         jobs[f"{rival.name}, one"] = _rival_steps(rival, arrays, arrays.numel)
         jobs[f"{rival.name}, many"] = _rival_steps(rival, arrays, each_numel)
-    times_s = take_turns(jobs, rounds)
+    times_s = take_turns(jobs, rounds, repeats=repeats_of(arrays.numel))
     many = ratio(times_s["many"], times_s["one"])
     over = {r.name: ratio(times_s[f"{r.name}, many"], times_s["many, listed"]) for r in rivals}
     return TensorsRow(

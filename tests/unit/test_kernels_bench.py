@@ -120,6 +120,9 @@ def test_jobs_take_turns_and_ratios_have_intervals():
     order = []
     times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b"] * 3 and [len(found) for found in times.values()] == [2, 2]
+    order.clear()
+    take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 1, repeats=2)
+    assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
     found = ratio([4.0, 2.0, 6.0], [2.0, 2.0, 2.0])
     assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
     steady = ratio([3.0, 6.0, 9.0] * 5, [1.0, 2.0, 3.0] * 5)  # what slows a round slows both
