@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help setup setup-hf train test test-slow test-gpu parity hostile lint format sanitize bench clean
+.PHONY: help setup setup-hf train test test-slow test-gpu parity hostile lint format sanitize test-neon bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -93,6 +93,21 @@ sanitize: $(VENV)/.installed ## the kernel tests under the address and undefined
 	LD_PRELOAD="$$(runtime asan) $$(runtime ubsan)" \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest -o pythonpath=build/sanitize/lib -m "not slow" $(SANITIZE_TESTS) $(ARGS)
+
+NEON_CXX ?= aarch64-linux-gnu-g++
+NEON_RUNNER ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+
+test-neon: $(VENV)/.installed ## the native code's own tests for ARM under qemu (Debian: g++-aarch64-linux-gnu qemu-user)
+	@CXX='$(NEON_CXX)' $(BIN)/python setup.py --quiet selftest --machine=aarch64 --runner='$(NEON_RUNNER)'
+
+MINUTES ?= 1
+
+fuzz: $(VENV)/.installed ## random calls of the update kernels under the sanitizers (MINUTES=10, ARGS='--seed 5')
+	@CXX='$(SANITIZE_CXX)' $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib build/sanitize/lib
+	@runtime() { $(firstword $(SANITIZE_CXX)) -print-file-name=lib$$1.so; }; \
+	LD_PRELOAD="$$(runtime asan) $$(runtime ubsan)" PYTHONPATH=build/sanitize/lib:. \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/python -P -m tests.kernel_fuzz --minutes $(MINUTES) $(ARGS)
 
 bench: $(VENV)/.installed ## measure the update kernel and a whole step
 	@$(BIN)/offload-engine bench update $(ARGS)
