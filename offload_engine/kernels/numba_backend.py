@@ -1,6 +1,7 @@
 """The fallback backend: lanes are Python threads that run numba's compiled kernels with the interpreter lock released.
 
-Same contract, same checks and same bits as the native extension (`api.py`); slower to start and per job.
+Same contract, same checks and same bits as the native extension (`api.py`); slower to start and per job. What has no
+compiled kernel is done in torch operations.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import numba
 import numpy as np
 import torch
 
-from offload_engine.errors import KernelError
 from offload_engine.kernels import api
 from offload_engine.kernels import numba_kernels as compiled
 from offload_engine.kernels.api import NORM_BLOCK, Rule, UpdateOut, UpdateSegment
+from offload_engine.kernels.in_torch import update_in_torch
+from offload_engine.kernels.numba_checks import FLOATS, Checks, Use
 from offload_engine.kernels.numba_pages import move_pages
 from offload_engine.kernels.numba_threads import Event, LaneThread, WorkerPool
 
 __all__ = ["Event", "Lane", "WorkerPool", "backend"]
 
 _CHUNK_NUMEL = 4 * NORM_BLOCK
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _floats(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -80,6 +81,21 @@ def _copy_part(to: int, source: int, nbytes: int, part: int, i: int) -> int:
     return size
 
 
+def _bytes(
+    master: torch.Tensor, states: Sequence[torch.Tensor], working: torch.Tensor | None
+) -> tuple[int, int]:
+    """Return the bytes of these arrays that an update reads, and those that it writes."""
+    held = master.nbytes + sum(state.nbytes for state in states)
+    half = 0 if working is None else working.nbytes
+    return held + (half if master.dtype in (torch.int16, torch.int8) else 0), held + half
+
+
+def _copy_all(source: UpdateOut, target: UpdateOut) -> None:
+    for src, dst in zip((source[0], *source[1], source[2]), (target[0], *target[1], target[2]), strict=True):
+        if src is not None and dst is not None:
+            dst.detach().copy_(src.detach())
+
+
 def _chunks(numel: int, chunk_numel: int) -> int:
     return -(-numel // chunk_numel)
 
@@ -93,7 +109,7 @@ class Lane(LaneThread):
         self, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor], after: Iterable[api.Event] = ()
     ) -> Event:
         """Queue raw copies, pair by pair."""
-        pairs = self._check_pairs("copy", dsts, srcs)
+        pairs = Checks("copy").pairs(dsts, srcs)
 
         def run() -> None:
             self._copy(pairs)
@@ -110,11 +126,7 @@ class Lane(LaneThread):
         rank: int = 0,
     ) -> Event:
         """Queue "each dst holds what its src holds", by exchanging pages where that works, else by copying."""
-        pairs = self._check_pairs("move", dsts, srcs)
-        for dst, src in pairs:
-            to, source = dst.data_ptr(), src.data_ptr()
-            if to < source + src.nbytes and source < to + dst.nbytes:
-                raise KernelError("move: dst and src overlap. Pass separate slabs.")
+        pairs = Checks("move").pairs(dsts, srcs, moves=True)
         event = Event()
 
         def run() -> None:
@@ -124,7 +136,11 @@ class Lane(LaneThread):
 
     def convert(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[api.Event] = ()) -> Event:
         """Queue a conversion between float32, bfloat16 and float16."""
-        self._check("convert", dst=dst, src=src, floats=("dst", "src"), same_numel=True)
+        checks = Checks("convert")
+        checks.tensor(dst, "dst", FLOATS)
+        checks.tensor(src, "src", FLOATS)
+        checks.numel(src, "src", dst.numel(), "as dst")
+        checks.overlaps([Use("dst", dst, True), Use("src", src, False)])
         to, source = _floats(dst), _floats(src)
 
         def body(part: slice) -> None:
@@ -134,9 +150,11 @@ class Lane(LaneThread):
 
     def accumulate(self, acc_fp32: torch.Tensor, src: torch.Tensor, after: Iterable[api.Event] = ()) -> Event:
         """Queue acc_fp32 += float(src)."""
-        self._check(
-            "accumulate", acc_fp32=acc_fp32, src=src, fp32=("acc_fp32",), floats=("src",), same_numel=True
-        )
+        checks = Checks("accumulate")
+        checks.tensor(acc_fp32, "acc_fp32", (torch.float32,))
+        checks.tensor(src, "src", FLOATS)
+        checks.numel(src, "src", acc_fp32.numel(), "as acc_fp32")
+        checks.overlaps([Use("acc_fp32", acc_fp32, True), Use("src", src, False)])
         to, source = _floats(acc_fp32), _floats(src)
 
         def body(part: slice) -> None:
@@ -153,18 +171,17 @@ class Lane(LaneThread):
         after: Iterable[api.Event] = (),
     ) -> Event:
         """Queue float64 partial sums of squares, one per NORM_BLOCK elements of each span."""
-        self._check("square_sums", src=src, out_f64=out_f64, floats=("src",))
+        checks = Checks("square_sums")
+        checks.tensor(src, "src", FLOATS)
+        checks.tensor(out_f64, "out_f64", (torch.float64,))
         blocks: list[slice] = []
         for offset, numel in spans:
-            self._check_range("square_sums: span", offset, numel, src.numel())
+            checks.range("span", offset, numel, src.numel())
             end = offset + numel
             blocks += [slice(i, min(i + NORM_BLOCK, end)) for i in range(offset, end, NORM_BLOCK)]
-        if out_f64.dtype != torch.float64:
-            raise KernelError(f"square_sums: out_f64 is {out_f64.dtype}. It must be float64.")
         if out_f64.numel() < len(blocks):
-            raise KernelError(
-                f"square_sums: out_f64 has {out_f64.numel()} elements. The spans need {len(blocks)}."
-            )
+            checks.refuse(f"out_f64 has {out_f64.numel()} elements", f"The spans need {len(blocks)}.")
+        checks.overlaps([Use("src", src, False), Use("out_f64", out_f64, True)])
         source, out = _floats(src), out_f64.detach().view(-1).numpy()
 
         def body(i: int) -> None:
@@ -187,23 +204,41 @@ class Lane(LaneThread):
         rank: int = 0,
     ) -> Event:
         """Queue one fused pass of the rule over the segments."""
-        if rule != "adam":
-            raise KernelError(f"update: the rule is {rule!r}. It must be 'adam'.")
-        if len(states) != 2:
-            raise KernelError(f"update: {len(states)} states. Pass 2 for adam.")
-        exp_avg, exp_avg_sq = states
-        tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-        if working is not None:
-            tensors["working"] = working
-        fp32 = ("master", "exp_avg", "exp_avg_sq")
-        self._check("update", fp32=fp32, floats=("grad", "working"), same_numel=True, **tensors)
-        if out is not None:
-            self._check_out(out, master, working)
-        ordered = self._check_segments(segments, master.numel())
-        p, m, v, g = (_floats(t) for t in (master, exp_avg, exp_avg_sq, grad))
-        w = None if working is None else _floats(working)
-        p_out, m_out, v_out = (p, m, v) if out is None else (_floats(t) for t in (out[0], *out[1]))
-        w_out = w if out is None or out[2] is None else _floats(out[2])
+        ordered = Checks("update").update(rule, master, states, grad, working, segments, out)
+        target = (master, tuple(states), working) if out is None else out
+        wide = all(t.dtype == torch.float32 for t in (master, *states))
+        if rule == "adam" and wide:
+            parts, body = self._adam(master, states, grad, working, ordered, grad_scale, target)
+        else:
+            parts, body = self._in_torch(rule, grad, ordered, grad_scale, target)
+        covered = sum(s.numel for s in ordered)
+        copied = 0 if out is None else grad.numel() - covered
+
+        def run() -> None:
+            if copied or (out is not None and not (rule == "adam" and wide)):
+                _copy_all((master, tuple(states), working), target)
+            self._run_chunks(parts, body)
+
+        read, written = _bytes(master, states, working)
+        per_element = read + written + grad.element_size() * grad.numel()
+        share = covered / grad.numel() if grad.numel() else 0
+        nbytes = round(per_element * share + 2 * written * (1 - share if copied else 0))
+        return self._submit("update", nbytes, run, after)
+
+    @staticmethod
+    def _adam(
+        master: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        working: torch.Tensor | None,
+        ordered: Sequence[UpdateSegment],
+        grad_scale: float,
+        target: UpdateOut,
+    ) -> tuple[int, Callable[[int], None]]:
+        """Return the number of parts, and what does one: Adam on float32, compiled."""
+        p, m, v, g = (_floats(t) for t in (master, *states, grad))
+        p_out, m_out, v_out = (_floats(t) for t in (target[0], *target[1]))
+        w_out = None if target[2] is None else _floats(target[2])
         parts = [
             (slice(i, min(i + _CHUNK_NUMEL, s.offset_numel + s.numel)), scalars)
             for s in ordered
@@ -218,130 +253,25 @@ class Lane(LaneThread):
             if working is not None and w_out is not None:
                 _write(p_out[part], w_out, working.dtype, part)
 
-        gaps: list[slice] = []
-        if out is not None:
-            used = [s for s in ordered if s.numel]
-            ends = [0, *(s.offset_numel + s.numel for s in used)]
-            starts = [*(s.offset_numel for s in used), master.numel()]
-            gaps = [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-        def run() -> None:
-            self._run_chunks(len(parts), body)
-            for gap in gaps:
-                p_out[gap], m_out[gap], v_out[gap] = p[gap], m[gap], v[gap]
-                if w is not None and w_out is not None:
-                    w_out[gap] = w[gap]
-
-        state = 12 + (0 if working is None else working.element_size())
-        nbytes = sum(s.numel for s in ordered) * (12 + grad.element_size() + state)
-        nbytes += sum(gap.stop - gap.start for gap in gaps) * 2 * state
-        return self._submit("update", nbytes, run, after)
-
-    @classmethod
-    def _check_out(cls, out: UpdateOut, master: torch.Tensor, working: torch.Tensor | None) -> None:
-        if not isinstance(out, tuple) or len(out) != 3:
-            raise KernelError(
-                "update: out is not a tuple of three. Pass (master_out, states_out, working_out)."
-            )
-        if len(out[1]) != 2:
-            raise KernelError(f"update: {len(out[1])} outputs for 2 states. Pass one for each.")
-        if (out[2] is None) != (working is None):
-            found = (
-                "working_out is None, working is not"
-                if working is not None
-                else "working is None, working_out is not"
-            )
-            raise KernelError(f"update: {found}. Pass both or neither.")
-        tensors = {
-            "master": master,
-            "master_out": out[0],
-            "exp_avg_out": out[1][0],
-            "exp_avg_sq_out": out[1][1],
-        }
-        fp32 = tuple(tensors)
-        if out[2] is not None:
-            tensors["working_out"] = out[2]
-        cls._check("update", fp32=fp32, floats=("working_out",), same_numel=True, **tensors)
-        if out[2] is not None and working is not None and out[2].dtype != working.dtype:
-            shown = [str(t.dtype).removeprefix("torch.") for t in (out[2], working)]
-            raise KernelError(f"update: working_out is {shown[0]}. It must be {shown[1]}.")
-
-    @classmethod
-    def _check_pairs(
-        cls, job: str, dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if len(dsts) != len(srcs):
-            raise KernelError(f"{job}: {len(dsts)} destinations, {len(srcs)} sources. Pass pairs.")
-        for dst, src in zip(dsts, srcs, strict=True):
-            cls._check(job, dst=dst, src=src)
-            if dst.dtype != src.dtype:
-                raise KernelError(
-                    f"{job}: dst is {dst.dtype}, src is {src.dtype}. A copy moves raw bytes; use convert."
-                )
-            if dst.numel() != src.numel():
-                raise KernelError(
-                    f"{job}: dst has {dst.numel()} elements, src has {src.numel()}. Pass equal sizes."
-                )
-        return list(zip(dsts, srcs, strict=True))
+        return len(parts), body
 
     @staticmethod
-    def _check(
-        job: str,
-        *,
-        fp32: tuple[str, ...] = (),
-        floats: tuple[str, ...] = (),
-        same_numel: bool = False,
-        **tensors: torch.Tensor,
-    ) -> None:
-        first = next(iter(tensors.values()))
-        for name, tensor in tensors.items():
-            if (
-                not isinstance(tensor, torch.Tensor)
-                or tensor.layout != torch.strided
-                or tensor.device.type != "cpu"
-            ):
-                found = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise KernelError(
-                    f"{job}: {name} ({found}) cannot be read. Pass a dense torch.Tensor in CPU memory."
-                )
-            if not tensor.is_contiguous():
-                raise KernelError(
-                    f"{job}: {name} is not contiguous. Pass a dense tensor; a copy would not be updated."
-                )
-            allowed = (torch.float32,) if name in fp32 else _FLOATS if name in floats else (tensor.dtype,)
-            if tensor.dtype not in allowed:
-                words = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-                raise KernelError(
-                    f"{job}: {name} is {str(tensor.dtype).removeprefix('torch.')}. It must be {words}."
-                )
-            if same_numel and tensor.numel() != first.numel():
-                raise KernelError(
-                    f"{job}: {name} has {tensor.numel()} elements. It must have {first.numel()}, as the first tensor."
-                )
+    def _in_torch(
+        rule: Rule,
+        grad: torch.Tensor,
+        ordered: Sequence[UpdateSegment],
+        grad_scale: float,
+        target: UpdateOut,
+    ) -> tuple[int, Callable[[int], None]]:
+        """Return the same of the other rules and layouts, in torch operations: in place, on what is to be written."""
+        flat = [t.detach().view(-1) for t in (target[0], *target[1], grad)]
+        working = None if target[2] is None else target[2].detach().view(-1)
 
-    @staticmethod
-    def _check_range(what: str, offset: int, numel: int, limit: int) -> None:
-        if offset < 0 or numel < 0 or offset + numel > limit:
-            raise KernelError(
-                f"{what} [{offset}, +{numel}) leaves the tensor's {limit} elements. Offsets and sizes are in elements."
-            )
+        def body(i: int) -> None:
+            with torch.no_grad():
+                update_in_torch(rule, flat[0], flat[1:-1], flat[-1], working, ordered[i], grad_scale)
 
-    @classmethod
-    def _check_segments(cls, segments: Sequence[UpdateSegment], numel: int) -> list[UpdateSegment]:
-        end = 0
-        ordered = sorted((UpdateSegment(*s) for s in segments), key=lambda s: s.offset_numel)
-        for s in ordered:
-            cls._check_range("update: segment", s.offset_numel, s.numel, numel)
-            if s.step < 1:
-                raise KernelError(f"update: step is {s.step}. It counts this step: 1 for the first.")
-            if not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
-                raise KernelError(f"update: betas are {s.beta1}, {s.beta2}. They must be in [0, 1).")
-            if s.numel and s.offset_numel < end:
-                raise KernelError(
-                    f"update: two segments overlap at element {s.offset_numel}. Each element is updated once."
-                )
-            end = max(end, s.offset_numel + s.numel)
-        return ordered
+        return len(ordered), body
 
     def _run(self, numel: int, body: Callable[[slice], None]) -> None:
         self._run_chunks(
