@@ -58,16 +58,17 @@ struct Adam {
         lerp_from_grad(s.lerp_from_grad),
         has_l2(s.l2 != 0) {}
 
-  // Returns the root of the new v.
-  OFFLOAD_INLINE F operator()(F& p, F& m, F& v, F g) const {
+  OFFLOAD_INLINE void moments(F& p, F& m, F& v, F g) const {
     g = g * grad_scale;
     p = p * decay;
     if (has_l2) g = g + l2 * p;
     m = lerp<V>(m, g, weight, lerp_from_grad);
     v = v * beta2 + (one_minus_beta2 * g) * g;
-    const F root = V::sqrt(v);
-    p = p + (negative_step_size * m) / (root / correction2_sqrt + eps);
-    return root;
+  }
+  OFFLOAD_INLINE F step(F m, F root) const { return (negative_step_size * m) / (root / correction2_sqrt + eps); }
+  OFFLOAD_INLINE void operator()(F& p, F& m, F& v, F g) const {
+    moments(p, m, v, g);
+    p = p + step(m, V::sqrt(v));
   }
 };
 
@@ -516,26 +517,46 @@ void adam_scale_blocks(const UpdateRun& run_in, size_t begin, size_t end) {
   using F = typename V::F;
   const UpdateRun run = run_in;
   const Adam<V> rule(run.scalars);
-  alignas(64) float m_block[kScaleBlock], root_block[kScaleBlock];
+  alignas(64) float p_block[kScaleBlock], m_block[kScaleBlock], root_block[kScaleBlock], step_block[kScaleBlock];
   for (size_t block = begin; block < end; block += kScaleBlock) {
     const size_t at = block / kScaleBlock * sizeof(float);
     const F m_scale = V::set1(load_scale(run.in.scales[0] + at)), v_scale = V::set1(load_scale(run.in.scales[1] + at));
     typename V::U m_most{}, root_most{};
-    for (size_t i = block; i < block + kScaleBlock; i += kPack) {
-      prefetch<V, M, 1>(run, i);
-      F p[V::kVectors], g[V::kVectors];
-      load_grad<V>(run, i, g);
-      M::template load<V>(run, i, p);
-      for (size_t k = 0; k < V::kVectors; ++k) {
-        const size_t j = i + k * V::kLanes;
-        F m = signed8<V>(run.in.states[0] + j, m_scale), v = root8<V>(run.in.states[1] + j, v_scale);
-        const F root = rule(p[k], m, v, g[k]);
-        V::store(m, m_block + j - block);
-        V::store(root, root_block + j - block);
-        m_most = V::max(m_most, V::bits(m) & 0x7FFFFFFF);
-        root_most = V::max(root_most, V::bits(root));  // a NaN has any sign; nothing else has one
+    // Three stages, a pack apart, through the first-level cache: a pack's two divisions and its root take longer than a
+    // core can look ahead, so the packs before and after it have their other operations beside them.
+    for (size_t stage = 0; stage < kScaleBlock + 2 * kPack; stage += kPack) {
+      if (stage >= kPack && stage < kScaleBlock + kPack) {
+        for (size_t k = 0; k < V::kVectors; ++k) {
+          const size_t j = stage - kPack + k * V::kLanes;
+          const F root = V::sqrt(V::load(root_block + j));
+          V::store(root, root_block + j);
+          root_most = V::max(root_most, V::bits(root));  // a NaN has any sign; nothing else has one
+          V::store(rule.step(V::load(m_block + j), root), step_block + j);
+        }
       }
-      M::template store<V>(run, i, p);
+      if (stage < kScaleBlock) {
+        const size_t i = block + stage;
+        prefetch<V, M, 1>(run, i);
+        F p[V::kVectors], g[V::kVectors];
+        load_grad<V>(run, i, g);
+        M::template load<V>(run, i, p);
+        for (size_t k = 0; k < V::kVectors; ++k) {
+          const size_t j = k * V::kLanes;
+          F m = signed8<V>(run.in.states[0] + i + j, m_scale), v = root8<V>(run.in.states[1] + i + j, v_scale);
+          rule.moments(p[k], m, v, g[k]);
+          V::store(p[k], p_block + stage + j);
+          V::store(m, m_block + stage + j);
+          V::store(v, root_block + stage + j);
+          m_most = V::max(m_most, V::bits(m) & 0x7FFFFFFF);
+        }
+      }
+      if (stage >= 2 * kPack) {
+        const size_t j = stage - 2 * kPack;
+        F p[V::kVectors];
+        for (size_t k = 0; k < V::kVectors; ++k)
+          p[k] = V::load(p_block + j + k * V::kLanes) + V::load(step_block + j + k * V::kLanes);
+        M::template store<V>(run, block + j, p);
+      }
     }
     store_signed8<V>(m_block, greatest<V>(m_most), run.out.states[0] + block, run.out.scales[0] + at);
     store_root8<V>(root_block, greatest<V>(root_most), run.out.states[1] + block, run.out.scales[1] + at);
