@@ -178,6 +178,86 @@ def test_updates_refuse_wrong_outputs(lane, change, words):
         lane.update(*inputs, None, [SEGMENT], out=(out[0], (out[1],), None))
 
 
+def call(numel: int = 600, **changed) -> dict[str, object]:
+    """Return a right call over a split master and 8-bit states, with what is changed."""
+    codes = [torch.zeros(numel + 4 * -(-numel // 256), dtype=torch.uint8) for _ in range(2)]
+    right = {
+        "rule": "adam", "master": torch.zeros(numel + -(-numel // 16), dtype=torch.int16), "states": codes,
+        "grad": torch.zeros(numel), "working": torch.zeros(numel, dtype=torch.bfloat16),
+        "segments": [SEGMENT._replace(numel=numel)],
+    }  # fmt: skip
+    return right | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rule": "rmsprop"}, "rule is 'rmsprop'"),
+        ({"states": [torch.zeros(612, dtype=torch.uint8)]}, "1 states"),
+        ({"states": [torch.zeros(600), torch.zeros(600).bfloat16()]}, "exp_avg_sq is bfloat16"),
+        ({"states": [torch.zeros(600).half(), torch.zeros(600).half()]}, "exp_avg is float16"),
+        ({"states": [torch.zeros(611, dtype=torch.uint8)] * 2}, "exp_avg has 611 elements. It must have 612"),
+        ({"master": torch.zeros(637, dtype=torch.int16)}, "master has 637 elements. It must have 638"),
+        ({"master": torch.zeros(638, dtype=torch.int8)}, "master has 638 elements. It must have 600"),
+        ({"master": torch.zeros(600).half()}, "master is float16"),
+        ({"working": None}, "working is None"),
+        ({"working": torch.zeros(600)}, "working is float32. It must be bfloat16"),
+        ({"master": torch.zeros(600).bfloat16()}, "A bfloat16 master is one: pass None"),
+        ({"segments": [SEGMENT._replace(offset_numel=16)]}, "start at a multiple of 256"),
+        (
+            {"segments": [SEGMENT._replace(offset_numel=8)], "states": [torch.zeros(600), torch.zeros(600)]},
+            "start at a multiple of 16",
+        ),
+        ({"segments": [SEGMENT._replace(seed=2**32)]}, "seed is 4294967296"),
+        ({"segments": [SEGMENT._replace(beta1=float("nan"))]}, "betas are nan"),
+        ({"segments": [SEGMENT._replace(eps=-1.0)]}, "eps is -1.0"),
+        ({"segments": [SEGMENT._replace(eps=float("nan"))]}, "eps is nan"),
+        ({"segments": [SEGMENT._replace(lr=float("inf"))]}, "lr is inf"),
+        ({"rule": "sgd", "states": []}, "there is no momentum_buffer"),
+        ({"working": torch.zeros(1).bfloat16().expand(600)}, "working is not contiguous"),
+    ],
+)
+def test_updates_refuse_what_is_no_layout(changed, words):
+    one = kernels.load("native").Lane("lane")
+    one.update(**call()).wait()
+    with pytest.raises(KernelError, match=words):
+        one.update(**call(**changed))
+    one.close()
+
+
+def test_memory_that_is_written_may_not_be_used_twice():
+    one = kernels.load("native").Lane("lane")
+    memory = torch.zeros(24)
+    tensors = [memory[:8], memory[8:16], memory[16:], torch.ones(8)]
+    for bad in range(1, 4):
+        twice = [*tensors]
+        twice[bad] = memory[1:9]
+        with pytest.raises(KernelError, match="overlap in memory"):
+            update(one, *twice)
+    out = (torch.zeros(8), (torch.zeros(8), tensors[1]), None)
+    with pytest.raises(
+        KernelError, match="exp_avg and exp_avg_sq_out overlap|exp_avg_sq_out and exp_avg overlap"
+    ):
+        one.update("adam", tensors[0], tensors[1:3], tensors[3], None, [SEGMENT], out=out)
+    for refused in (
+        lambda: one.convert(memory[:8], memory[4:12]),
+        lambda: one.accumulate(memory[:8], memory[:8]),
+        lambda: one.copy([memory[:8], memory[8:16]], [memory[16:], memory[7:15]]),
+    ):
+        with pytest.raises(KernelError, match="overlap in memory"):
+            refused()
+    update(one, *tensors).wait()
+    assert memory[:8].ne(0).all()
+    one.close()
+
+
+def test_an_update_of_nothing_is_a_job_that_does_nothing():
+    one = kernels.load("native").Lane("lane")
+    event = one.update(**call(0, segments=[]))
+    assert event.wait(10.0) and event.nbytes == 0
+    one.close()
+
+
 def test_copies_and_conversions_refuse_mismatches(lane):
     x = torch.ones(8)
     refused = [
