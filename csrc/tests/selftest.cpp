@@ -72,7 +72,7 @@ struct State {
   }
   void update(void (*kernel)(const UpdateRun&), Pool* pool, const std::vector<UpdateSegment>& segments, double scale,
               const State* out = nullptr, std::optional<bool> prefetch = {}) const {
-    UpdateJob job{kernel, Rule::kAdam, arrays(), grad.array, segments, scale, prefetch, {}};
+    UpdateJob job{kernel, Rule::kAdam, arrays(), grad.array, segments, scale, prefetch, {}, {}};
     if (out) job.out = out->arrays();
     run_update(pool, job);
   }
@@ -153,6 +153,82 @@ void check_bits(const Kernels& kernels, Pool* pool, size_t numel, size_t shift, 
     CHECK(same(ours_out.array, scalar_out.array), "convert, %s, %zu elements", kernels.isa, numel);
   }
   ours.update(kernels.update_bytes, pool, segments, 1.0, nullptr, numel % 2 == 0);  // for its accesses alone
+}
+
+struct Layout {
+  Dtype master, working, state;
+};
+
+// The arrays of one update in any layout, from one seed; any bytes make a remainder or a code.
+struct Encoded {
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  UpdateState state;
+  Array grad;
+
+  Encoded(const Layout& layout, size_t states, Dtype grad_dtype, size_t numel, size_t shift) {
+    std::mt19937 random(unsigned(numel + shift));
+    std::normal_distribution<float> normal;
+    const auto make = [&](Dtype dtype, size_t size) {
+      buffers.push_back(std::make_unique<Buffer>(dtype, size, shift));
+      const Array array = buffers.back()->array;
+      for (size_t i = 0; i < size; ++i) {
+        const float x = fabsf(0.1f * normal(random));
+        char* const at = static_cast<char*>(array.data) + i * itemsize(dtype);
+        if (dtype <= Dtype::kFloat16)
+          kScalarKernels.convert(at, dtype, &x, Dtype::kFloat32, 1);
+        else
+          for (size_t k = 0; k < itemsize(dtype); ++k) at[k] = char(random());
+      }
+      return array;
+    };
+    grad = make(grad_dtype, numel);
+    state.master = make(layout.master, master_numel(layout.master, numel));
+    if (layout.working != Dtype::kNone) state.working = make(layout.working, numel);
+    state.count = states;
+    for (size_t k = 0; k < states; ++k) {
+      state.states[k] = make(layout.state, state_numel(layout.state, numel));
+      const float scale = 0x1p-10f;
+      for (size_t at = numel; layout.state == Dtype::kUInt8 && at < state.states[k].numel; at += sizeof scale)
+        memcpy(static_cast<char*>(state.states[k].data) + at, &scale, sizeof scale);
+    }
+  }
+  void update(void (*kernel)(const UpdateRun&), Pool* pool, Rule rule, const UpdateSegment& segment,
+              const Encoded* out = nullptr) const {
+    UpdateJob job{kernel, rule, state, grad, {segment}, 0.7, {}, {}, {}};
+    if (out) job.out = out->state;
+    run_update(pool, job);
+  }
+};
+
+bool same(const Encoded& a, const Encoded& b) {
+  for (size_t i = 0; i < a.buffers.size(); ++i)
+    if (!same(a.buffers[i]->array, b.buffers[i]->array)) return false;
+  return true;
+}
+
+void check_layouts(const Kernels& kernels, Pool* pool, size_t numel, size_t shift) {
+  const Dtype f32 = Dtype::kFloat32, bf16 = Dtype::kBFloat16, none = Dtype::kNone;
+  const std::pair<Dtype, Dtype> masters[] = {
+      {f32, none}, {f32, bf16}, {bf16, none}, {Dtype::kInt16, bf16}, {Dtype::kInt8, bf16}};
+  for (size_t rule = 0; rule < kRules; ++rule)
+    for (const auto& [master, working] : masters)
+      for (Dtype state : {f32, bf16, Dtype::kUInt8})
+        for (uint32_t seed : {0u, 77u}) {
+          const Layout layout{master, working, state};
+          const size_t states = Rule(rule) == Rule::kAdam ? 2 : 1;
+          UpdateSegment s = kSegment;
+          s.numel = numel, s.step = 3, s.seed = seed;
+          const Encoded ours(layout, states, bf16, numel, shift), scalar(layout, states, bf16, numel, shift),
+              old(layout, states, bf16, numel, shift), apart(layout, states, bf16, numel, shift);
+          old.update(kernels.update[rule], pool, Rule(rule), s, &apart);
+          ours.update(kernels.update[rule], pool, Rule(rule), s);
+          scalar.update(kScalarKernels.update[rule], nullptr, Rule(rule), s);
+          CHECK(same(ours, scalar) && same(apart, scalar), "%s, rule %zu, master %d, state %d, seed %u, %zu elements",
+                kernels.isa, rule, int(master), int(state), seed, numel);
+          ours.update(kernels.update_bytes, pool, Rule(rule), s);
+          const bool written_only = master == f32 && working != none;  // and the rest of a block becomes 0
+          CHECK(same(ours, scalar) || written_only || numel % kScaleBlock != 0, "the bytes of %s stay", kernels.isa);
+        }
 }
 
 // Random bits: NaNs, infinities and subnormals among them.
@@ -313,6 +389,8 @@ int main() {
         for (int working = 0; working < 4; ++working)
           check_bits(*kernels, numel % 2 ? &pool : nullptr, numel, numel % 4, dtypes[grad], dtypes[working]);
     }
+    for (size_t numel : {1, 15, 16, 17, 31, 255, 256, 257, 512, 5000, 40'000})
+      check_layouts(*kernels, numel % 2 ? &pool : nullptr, numel, numel % 4);
     check_conversions(*kernels);
     printf("%s done\n", kernels->isa);
   }
