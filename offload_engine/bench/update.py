@@ -85,21 +85,13 @@ def run(chosen: Selection, report: Callable[[Row], None] = lambda row: None) -> 
         with _lane(backend, threads) as lane:
             if "layouts" in measures and (not chosen.rules or "adamw" in chosen.rules):
                 for numel in chosen.numels or (_SMALL_NUMEL, 16_000_000, 128_000_000):
-                    _rates(
-                        lane,
-                        backend.isa,
-                        threads,
-                        "adamw",
-                        chosen.layouts or LAYOUTS,
-                        numel,
-                        chosen.rounds,
-                        add,
-                    )
+                    layouts = chosen.layouts or tuple(LAYOUTS)
+                    _rates(backend, lane, threads, "adamw", layouts, numel, chosen.rounds, add)
             if "rules" in measures and threads == max(chosen.threads):
                 for rule in [rule for rule in chosen.rules or RULES if rule != "adamw"]:
                     for numel in chosen.numels or (16_000_000,):
                         layouts = chosen.layouts or _RULE_LAYOUTS
-                        _rates(lane, backend.isa, threads, rule, layouts, numel, chosen.rounds, add)
+                        _rates(backend, lane, threads, rule, layouts, numel, chosen.rounds, add)
             _small_cases(lane, backend.isa, threads, measures, chosen, add)
     if "accuracy" in measures:
         isas = kernels.available_isas() if chosen.isa == "auto" else [chosen.isa]
@@ -108,17 +100,17 @@ def run(chosen: Selection, report: Callable[[Row], None] = lambda row: None) -> 
 
 
 def _rates(
+    backend: kernels.Backend,
     lane: Any,
-    isa: str,
     threads: int,
     rule: str,
-    layouts: Sequence[str] | dict[str, Any],
+    layouts: Sequence[str],
     numel: int,
     rounds: int,
     add: Callable[[Row], None],
 ) -> None:
     for layout in layouts:
-        add(measure_rate(lane, isa, rule, layout, numel, threads, rounds, Torch(), deepspeed()))
+        add(measure_rate(backend, lane, rule, layout, numel, threads, rounds, Torch(), deepspeed()))
 
 
 def _small_cases(
@@ -185,10 +177,11 @@ def _words(row: Row) -> tuple[str, str]:
     columns = f"{'rule':<8}{'layout':<22}{'thr':>3}{'numel':>8}"
     if isinstance(row, UpdateRow):
         heading = (
-            f"{columns}{'held':>6} {'Gparam/s':>9}{'GB/s':>6}  {'share of ceiling':<17} {'over torch':<17} "
-            f"{'over deepspeed':<17} {'over fp32 states':<17}"
+            f"{columns}{'held':>6} {'Gparam/s':>9}{'in cache':>9}{'GB/s':>6}  {'share of ceiling':<17} "
+            f"{'over torch':<17} {'over deepspeed':<17} {'over fp32 states':<17}"
         )
-        rates = f"{row.bytes_per_param:>6.2f} {row.gparams_per_s:>9.3f}{row.gb_per_s:>6.1f}"
+        speeds = f"{row.gparams_per_s:>9.3f}{row.in_cache_gparams_per_s:>9.3f}{row.gb_per_s:>6.1f}"
+        rates = f"{row.bytes_per_param:>6.2f} {speeds}"
         ratios = (
             _with_interval(row.share_of_ceiling, row.share_of_ceiling_interval),
             _with_interval(row.over_torch_fused, row.over_torch_fused_interval),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from offload_engine import kernels
 from offload_engine.bench.rivals import Rival, RivalJob, job_of
 from offload_engine.bench.turns import Ratio, ratio, repeats_of, take_turns
 from offload_engine.bench.update_arrays import LAYOUTS, Arrays, make_arrays
@@ -14,6 +15,10 @@ from offload_engine.bench.update_arrays import LAYOUTS, Arrays, make_arrays
 __all__ = ["UpdateRow", "measure_rate"]
 
 Interval = tuple[float, float]
+_IN_CACHE_NUMEL, _IN_CACHE_JOBS = (
+    16384,
+    64,
+)  # a quarter of a MiB in fp32; many jobs in a row, so that none waits
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class UpdateRow:
     """Of a loop that reads and writes the same byte streams as they are."""
     share_of_ceiling: float
     share_of_ceiling_interval: Interval
+    in_cache_gparams_per_s: float
+    """What the threads together reach on arrays in their second-level caches: the bound that arithmetic sets. Measured
+    on one thread, times threads."""
     over_fp32_layout: float
     """Against the same rule with fp32 masters and states ("mixed"); 1 for those layouts themselves."""
     over_fp32_layout_interval: Interval
@@ -59,8 +67,8 @@ class UpdateRow:
 
 
 def measure_rate(
+    backend: kernels.Backend,
     lane: Any,
-    isa: str,
     rule: str,
     layout: str,
     numel: int,
@@ -72,7 +80,7 @@ def measure_rate(
     """Measure one case.
 
     Args:
-        lane: a lane of the native extension.
+        backend, lane: the native extension, and a lane of it with so many threads.
         deepspeed: DeepSpeed, or why it is not there.
     """
     ours = make_arrays(rule, LAYOUTS[layout], numel)
@@ -88,7 +96,11 @@ def measure_rate(
     rival_jobs["deepspeed"] = None if isinstance(deepspeed, str) else job_of(deepspeed, theirs)
     jobs |= {name: job.run for name, job in rival_jobs.items() if job is not None}
 
+    own_lane: Any = backend.Lane("bench, in cache")
+    jobs["in cache"] = _in_cache(own_lane, ours)
+
     times_s = take_turns(jobs, rounds, repeats=repeats_of(numel))
+    own_lane.close()
     medians_s = {name: statistics.median(times) for name, times in times_s.items()}
     ceiling = min((name for name in jobs if name.startswith("bytes")), key=medians_s.__getitem__)
 
@@ -111,7 +123,7 @@ def measure_rate(
         rule=rule,
         layout=layout,
         grad_dtype=str(ours.grad.dtype).removeprefix("torch."),
-        isa=isa,
+        isa=backend.isa,
         threads=threads,
         numel=numel,
         rounds=rounds,
@@ -122,6 +134,7 @@ def measure_rate(
         ceiling_gb_per_s=ours.moved_bytes() / medians_s[ceiling] / 1e9,
         share_of_ceiling=share.value,
         share_of_ceiling_interval=share.interval(),
+        in_cache_gparams_per_s=threads * _IN_CACHE_NUMEL * _IN_CACHE_JOBS / medians_s["in cache"] / 1e9,
         over_fp32_layout=over_fp32.value,
         over_fp32_layout_interval=over_fp32.interval(),
         torch_gparams_per_s=rate("torch"),
@@ -160,6 +173,20 @@ def _bandwidth(lane: Any, arrays: Arrays) -> dict[str, Callable[[], object]]:
         ).wait()
 
     return {"bytes": job(False), "bytes, prefetched": job(True)}
+
+
+def _in_cache(lane: Any, ours: Arrays) -> Callable[[], object]:
+    arrays = make_arrays(ours.rule, ours.layout, _IN_CACHE_NUMEL)
+    segments = arrays.segments()
+
+    def run() -> None:
+        for _ in range(_IN_CACHE_JOBS):
+            last = lane.update(
+                arrays.kernel_rule, arrays.master, arrays.states, arrays.grad, arrays.working, segments
+            )
+        last.wait()
+
+    return run
 
 
 def _arrays_of_rivals(ours: Arrays, fp32: Arrays) -> Arrays:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload_engine import kernels
-from offload_engine.bench import rivals, update
+from offload_engine.bench import rivals, turns, update
 from offload_engine.bench.turns import ratio, take_turns
 from offload_engine.bench.update_accuracy import measure_accuracy
 from offload_engine.bench.update_arrays import LAYOUTS, LR, make_arrays
@@ -21,6 +21,11 @@ KEYS = {
     "rule", "layout", "grad_dtype", "threads", "isa", "numel", "gparams_per_s", "gb_per_s", "ceiling_gb_per_s",
     "share_of_ceiling", "over_torch_fused", "over_deepspeed", "bytes_per_param", "over_fp32_layout",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(turns, "_SETTLE_S", 0.0)
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def test_json_rows(capfd, deepspeed, tmp_path):
     threads = torch.get_num_threads()
     capfd.readouterr()
     saved = tmp_path / "rows.json"
-    case = ["--numel", "200k", "100k", "--threads", "1", "2", "--rounds", "1", "--layout", "mixed", "fp32"]
+    case = ["--numel", "20k", "10k", "--threads", "1", "2", "--rounds", "1", "--layout", "mixed", "fp32"]
     assert update.main(["--json", "--save", str(saved), "--measure", "layouts", *case]) == 0
     text = capfd.readouterr().out
     rows = json.loads(text)
@@ -74,7 +79,7 @@ def test_json_rows(capfd, deepspeed, tmp_path):
     assert cases == {
         (count, numel, *layout)
         for count in (1, 2)
-        for numel in (200_000, 100_000)
+        for numel in (20_000, 10_000)
         for layout in (("mixed", "bfloat16"), ("fp32", "float32"))
     }
     for row in rows:
