@@ -617,7 +617,8 @@ void adam(const UpdateRun& run_in) {
   if (run.stream) V::fence();
 }
 
-// The bandwidth ceiling: every array's bytes, a few lines at a time, read and written as they are.
+// The bandwidth ceiling: every array's bytes, a few lines at a time, read and written as they are; what is only written
+// becomes 0.
 
 struct ByteStream {
   const char* in;  // null: written only
@@ -629,7 +630,7 @@ template <class V, bool kStream>
 inline void move_bytes(const ByteStream& stream, size_t i, size_t nbytes, typename V::U& sink) {
   typedef typename V::F F;
   for (size_t k = 0; k < nbytes; k += sizeof(F)) {
-    F x = V::floats(sink);
+    F x = V::set1(0);
     if (stream.in) memcpy(&x, stream.in + i + k, sizeof x);
     if (!stream.out)
       sink = sink ^ V::bits(x);
