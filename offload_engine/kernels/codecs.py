@@ -5,7 +5,7 @@ Invariant: encode(decode(array)) == array for every array that encode made of fi
 into a checkpoint and encoded again goes on with the same bits. Integers are 32 bits wide and wrap.
 
 Note [Where the codecs come from]. The split of an fp32 value into its bfloat16 rounding and a remainder is that of
-split SGD (Kalamkar et al. 2019, arXiv 1905.12322), rounded to nearest instead of cut off. Blocks with a scale of their
+split SGD (Kalamkar et al. 2020, arXiv 2005.04680), rounded to nearest instead of cut off. Blocks with a scale of their
 own are those of Dettmers et al. 2022 (arXiv 2110.02861), with evenly spaced codes in the place of its dynamic tree,
 and with the codes of second moments spaced evenly over the root, which is what Adam divides by.
 """
