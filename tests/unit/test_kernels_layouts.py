@@ -15,6 +15,7 @@ from offload_engine.kernels.codecs import (
     ROOT_KEYS,
     STATE_KEYS,
     master_numel,
+    read_master,
     state_numel,
     write_master,
     write_state,
@@ -184,3 +185,24 @@ def test_has_the_bits_of_torch_operations(rule, state, lane):
         what = (rule, master, working, state, grad, numel, one)
         assert_same(job.by(lane, [one]), right, what)
         assert_same(job.apart(lane, [one]), right, ("apart", *what))
+
+
+def ties(numel: int, generator: torch.Generator) -> torch.Tensor:
+    """Return values halfway between two bfloat16, above and below even ones."""
+    high = torch.randint(0x3C00, 0x3F00, (numel,), generator=generator, dtype=torch.int32)
+    return ((high << 16) + 0x8000).view(torch.float32)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_segments_and_ties_of_split_masters(state, lane):
+    """Segments end anywhere; what they share with nobody's elements, a word of the bitmap or a block, stays right."""
+    job = Job("adam", torch.int16, torch.bfloat16, state, torch.float32, 70_000, values=ties)
+    still = UpdateSegment(0, 1001, 0.0, 0.9, 0.999, 1e-8, 0.0, 1, True, False)
+    segments = [still._replace(offset_numel=34_048, numel=35_001, lr=1e-3), still]
+    before = read_master(job.master, job.working, 0, job.numel)
+    assert (before.view(torch.int32) & 0xFFFF).eq(0x8000).all()
+    right = job.in_torch(segments)
+    for found in (job.by(lane, segments), job.apart(lane, segments)):
+        assert_same(found, right, state)
+        after = read_master(found.master, found.working, 0, job.numel)
+        assert torch.equal(after[:34_048], before[:34_048]) and not torch.equal(after, before)
