@@ -1,7 +1,7 @@
 """Every update rule over every state layout in plain torch operations: the same bits as the CPU kernels.
 
 It updates where the states are on a device, and on the CPU what the numba backend has no compiled kernel for.
-Invariant: one rounding per operation in the order of Note [One formula] (update-inl.h), scalars in double and then
+Invariant: one rounding per operation in the order of Note [One formula] (rules-inl.h), scalars in double and then
 rounded once to float32. No lerp, addcmul or add(alpha=...): each of them is a fused multiply-add on some device.
 """
 

@@ -1,4 +1,4 @@
-"""The kernels compiled by numba, for machines without a C++ compiler: the same formulas as csrc/update-inl.h.
+"""The kernels compiled by numba, for machines without a C++ compiler: the same formulas as csrc/rules-inl.h.
 
 Called by `numba_backend` on numpy views of one chunk, with the interpreter lock released. No fastmath: LLVM then keeps
 one rounding per operation, so that every result has the bits of the native kernels.
@@ -46,7 +46,7 @@ def adam(
 ):
     """Write updated p, m, v, in place when the outputs are the inputs; every array and scalar is float32.
 
-    See Note [One formula] in update-inl.h.
+    See Note [One formula] in rules-inl.h.
     """
     has_l2 = l2 != np.float32(0)
     for i in range(p.size):
