@@ -257,9 +257,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _json(rows: Sequence[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line: a table, or JSON rows with --json."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.save is not None and not options.save.parent.is_dir():
+        parser.error(f"argument --save: there is no folder {str(options.save.parent)!r}; make it first")
     threads = {"threads": options.threads} if options.threads else {}
     chosen = Selection(
         options.measure,
@@ -275,14 +282,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{kernels.load('native', options.isa).describe()}; torch {torch.__version__}, {os.cpu_count()} cores"
         )
     theirs = deepspeed()
-    absent = f"DeepSpeed: {theirs}; its columns stay empty" if isinstance(theirs, str) else ""
-    print(absent or f"DeepSpeed {theirs.version}", file=sys.stderr)  # type: ignore[union-attr]
-    rows = run(chosen, (lambda row: None) if options.json else _Table())
-    text = json.dumps([asdict(row) for row in rows], indent=1)
-    if options.save is not None:
-        options.save.write_text(text + "\n", encoding="utf-8")
+    there = f"{theirs}; its columns stay empty" if isinstance(theirs, str) else theirs.version
+    print(f"DeepSpeed: {there}", file=sys.stderr)
+    table = _Table()
+    seen: list[Row] = []
+
+    def report(row: Row) -> None:
+        seen.append(row)
+        if options.save is not None:  # after each row: a run that is stopped leaves what it has measured
+            options.save.write_text(_json(seen) + "\n", encoding="utf-8")
+        if not options.json:
+            table(row)
+
+    rows = run(chosen, report)
     if options.json:
-        print(text)
+        print(_json(rows))
     else:
         jobs = {
             (row.layout, row.torch_job, row.deepspeed_job): None for row in rows if isinstance(row, UpdateRow)

@@ -121,6 +121,12 @@ def test_sizes_must_be_numbers(bad, capsys):
     assert "numel" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_told_before_measuring(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        update.main(["--save", str(tmp_path / "no" / "rows.json")])
+    assert "make it first" in capsys.readouterr().err
+
+
 def test_jobs_take_turns_and_ratios_have_intervals():
     order = []
     times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
