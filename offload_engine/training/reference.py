@@ -28,12 +28,15 @@ from offload_engine.checkpoint.format import (
 from offload_engine.config import LossScaleConfig
 from offload_engine.errors import CheckpointError
 from offload_engine.host.process import peak_rss_bytes
+from offload_engine.kernels.codecs import STATE_KEYS
+from offload_engine.optim.groups import counts_steps
 from offload_engine.timeline import Timeline
 
 __all__ = ["PlainTrainer"]
 
 FORMAT = "offload-engine plain trainer 1"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = tuple(dict.fromkeys(key for keys in STATE_KEYS.values() for key in keys))
+"""Names of the states that the adopted optimizers keep."""
 
 
 class PlainTrainer:
@@ -196,7 +199,7 @@ class PlainTrainer:
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write masters, moments, step counters, group settings, generators and `extra`, whole or not at all."""
         optimizer_steps = {
-            name: float(self.optimizer.state[p]["step"])
+            name: float(self.optimizer.state[p].get("step", 0.0))  # SGD's and Muon's states have none
             for name, p in self._masters.items()
             if p in self.optimizer.state
         }
@@ -238,11 +241,14 @@ class PlainTrainer:
                     )
                 master.copy_(stored.get(name))
                 if name in facts["optimizer_steps"]:
-                    state = {key: stored.get(f"{name}.{key}").to(self.device) for key in MOMENTS}
-                    self.optimizer.state[master] = {
-                        "step": torch.tensor(facts["optimizer_steps"][name]),
-                        **state,
+                    state = {
+                        key: stored.get(f"{name}.{key}").to(self.device)
+                        for key in MOMENTS
+                        if f"{name}.{key}" in names
                     }
+                    if counts_steps(tuple(state)):
+                        state["step"] = torch.tensor(facts["optimizer_steps"][name])
+                    self.optimizer.state[master] = state
                 self._working[name].copy_(master)
             torch.set_rng_state(stored.get("rng.cpu"))
             if "rng.accelerator" in names and self.device.type != "cpu":
