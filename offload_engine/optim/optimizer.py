@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload_engine.buckets import Bucket, ParameterEntry, Registry
+from offload_engine.buckets import LAYOUT_KEYS, Bucket, ParameterEntry, Registry
 from offload_engine.errors import CheckpointError, UnsupportedError
 from offload_engine.optim.groups import check_groups, check_optimizer, counts_steps, state_keys
 from offload_engine.optim.state_view import DecodedState, State, StateView
@@ -194,7 +194,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"the state has values for parameter {homeless[0]}, which is in none of its groups; it is damaged."
             )
         check_groups(groups)
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        own = ("params", *LAYOUT_KEYS)
+        settings = [{key: value for key, value in group.items() if key not in own} for group in groups]
         self._check_rules(
             [{**target, **new} for target, new in zip(self.param_groups, settings, strict=True)]
         )
