@@ -73,7 +73,7 @@ class Torch:
     def knows(self, rule: str, params_dtype: torch.dtype, states_dtype: torch.dtype) -> str:
         """Return the optimizer's name; its states have the parameters' dtype.
 
-        Fused SGD of bfloat16 tensors does not count: in torch 2.13 its vector path leaves the momentum out.
+        Fused SGD of bfloat16 tensors does not count: in torch 2.13 its vector path leaves the parameters as they are.
         """
         wrong = rule == "sgd" and params_dtype != torch.float32
         if rule not in self._CLASSES or params_dtype != states_dtype or wrong:
