@@ -57,8 +57,11 @@ setup-hf: $(VENV)/.installed-hf ## what configs/finetune_smollm2.toml needs as w
 train: $(VENV)/.installed ## train the quick-start model (on the GPU if there is one)
 	@$(BIN)/offload-engine train configs/quickstart.toml $(ARGS)
 
+# One process per core, four at most; TEST_PROCESSES= runs all in one.
+TEST_PROCESSES ?= -n auto --maxprocesses=4 --dist=worksteal
+
 test: $(VENV)/.installed ## the tests that need no GPU and little time
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_PROCESSES) $(ARGS)
 
 test-slow: $(VENV)/.installed-hf ## the long ones
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -60,10 +60,15 @@ def run(command: list[str]) -> None:
 
 
 def compile_all(
-    names: Sequence[str], folder: Path, extra: Sequence[str] = (), *, force: bool = False
+    names: Sequence[str],
+    folder: Path,
+    extra: Sequence[str] = (),
+    *,
+    force: bool = False,
+    machine: str = platform.machine(),
 ) -> list[str]:
-    """Compile csrc/<name>.cpp and the instruction sets' files into `folder`; return the objects."""
-    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    """Compile csrc/<name>.cpp and the instruction sets' files of `machine` into `folder`; return the objects."""
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
     flags: dict[str, list[str]] = dict.fromkeys(names, []) | ISA_FLAGS.get(machine, {"isa_scalar": []})
     folder.mkdir(parents=True, exist_ok=True)
     newest = max(path.stat().st_mtime for path in [*CSRC.rglob("*"), Path(__file__)])
@@ -95,29 +100,55 @@ class BuildNative(build_ext):
         run([*compiler(), *shared, "-pthread", *built, "-o", str(library)])
 
 
-class Sanitize(Command):
+class SelfTest(Command):
+    """`python setup.py selftest [--machine=aarch64 --runner=COMMAND]`: the native code's own tests, without Python.
+
+    For another machine CXX names the cross compiler, and the runner is an emulator.
+    """
+
+    user_options = [
+        ("machine=", None, "the machine that CXX compiles for (this one)"),
+        ("runner=", None, "what starts the test program (nothing)"),
+    ]
+    flags: Sequence[str] = ()
+
+    def initialize_options(self) -> None:
+        self.machine = platform.machine()
+        self.runner = ""
+
+    def finalize_options(self) -> None:
+        pass
+
+    @property
+    def folder(self) -> Path:
+        """Where it is built."""
+        return ROOT / "build" / f"selftest-{self.machine}"
+
+    def run(self) -> None:
+        built = compile_all([*CORE, "tests/selftest"], self.folder, self.flags, machine=self.machine)
+        run([*compiler(), *self.flags, "-pthread", *built, "-o", str(self.folder / "selftest")])
+        command = [*shlex.split(self.runner), str(self.folder / "selftest")]
+        raise SystemExit(subprocess.run(command).returncode)
+
+
+class Sanitize(SelfTest):
     """`python setup.py sanitize [--kind=thread]`: the native code's own tests under the compiler's sanitizers."""
 
     user_options = [("kind=", None, "address,undefined (the default) or thread")]
 
     def initialize_options(self) -> None:
+        super().initialize_options()
         self.kind = "address,undefined"
 
-    def finalize_options(self) -> None:
-        pass
+    @property
+    def folder(self) -> Path:
+        """Where it is built."""
+        return ROOT / "build" / f"sanitize-{self.kind.replace(',', '-')}"
 
     def run(self) -> None:
-        folder = ROOT / "build" / f"sanitize-{self.kind.replace(',', '-')}"
-        flags = [
-            f"-fsanitize={self.kind}",
-            "-fno-sanitize-recover=all",
-            "-fno-omit-frame-pointer",
-            "-g",
-            "-O1",
-        ]
-        built = compile_all([*CORE, "tests/selftest"], folder, flags)
-        run([*compiler(), *flags, "-pthread", *built, "-o", str(folder / "selftest")])
-        raise SystemExit(subprocess.run([str(folder / "selftest")]).returncode)
+        kind = f"-fsanitize={self.kind}"
+        self.flags = [kind, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
+        super().run()
 
 
 if os.environ.get("OFFLOAD_ENGINE_BUILD", "native") not in ("native", "numba"):
@@ -125,5 +156,5 @@ if os.environ.get("OFFLOAD_ENGINE_BUILD", "native") not in ("native", "numba"):
 with_extension = os.environ.get("OFFLOAD_ENGINE_BUILD", "native") == "native"
 setup(
     ext_modules=[Extension("offload_engine.kernels._native", [])] if with_extension else [],
-    cmdclass={"build_ext": BuildNative, "sanitize": Sanitize},
+    cmdclass={"build_ext": BuildNative, "selftest": SelfTest, "sanitize": Sanitize},
 )

@@ -207,9 +207,9 @@ def test_updates_start_under_the_backward() -> None:
             early.append(bucket.index)
             start(bucket, *args, **kwargs)
 
-        def finished() -> None:
+        def finished(*args: Any, **kwargs: Any) -> None:
             early.append(-1)
-            finish()
+            finish(*args, **kwargs)
 
         engine._updates.early.start = started  # type: ignore[method-assign]
         engine._gradients.finish_backward = finished  # type: ignore[method-assign]
