@@ -136,7 +136,9 @@ def _sgd(s: UpdateSegment, device: torch.device) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         if s.weight_decay:
             g.add_(torch.mul(p, s.weight_decay))
-        for b in states:
+        for b in (
+            states if s.beta1 else ()
+        ):  # without momentum a buffer that is there stays as it is, as in torch
             if s.step == 1:
                 b.copy_(g)
             else:
@@ -163,7 +165,7 @@ def _adagrad(s: UpdateSegment, device: torch.device) -> Apply:
 
 def _sign_sgd(s: UpdateSegment, device: torch.device) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
-        for b in states:
+        for b in states if s.beta1 else ():
             g = b.copy_(lerp(b, g, s.beta1))
         p.mul_(_decoupled_decay(s)).add_(signs(g).mul_(-s.lr))
 

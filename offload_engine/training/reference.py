@@ -29,7 +29,7 @@ from offload_engine.config import LossScaleConfig
 from offload_engine.errors import CheckpointError
 from offload_engine.host.process import peak_rss_bytes
 from offload_engine.kernels.codecs import STATE_KEYS
-from offload_engine.optim.groups import counts_steps
+from offload_engine.optim.groups import counts_steps, state_keys
 from offload_engine.timeline import Timeline
 
 __all__ = ["PlainTrainer"]
@@ -107,8 +107,16 @@ class PlainTrainer:
 
     @property
     def model_state_bytes(self) -> int:
-        """Master, two moments and gradient in fp32: 16 bytes per trained parameter."""
-        return 16 * sum(p.numel() for p in self._masters.values() if p.requires_grad)
+        """Master, gradient and the rule's states in fp32: 16 bytes per trained parameter with Adam."""
+        trained = {id(p): p.numel() for p in self._masters.values() if p.requires_grad}
+        kind = next(
+            base for base in type(self.optimizer).__mro__ if base in SUPPORTED
+        )  # RoundedAdamW is an AdamW
+        return 8 * sum(trained.values()) + sum(
+            4 * len(state_keys(group, kind)) * trained.get(id(p), 0)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs to the device and run the model's forward."""

@@ -185,6 +185,9 @@ def test_has_the_bits_of_torch_operations(rule, state, lane):
         what = (rule, master, working, state, grad, numel, one)
         assert_same(job.by(lane, [one]), right, what)
         assert_same(job.apart(lane, [one]), right, ("apart", *what))
+        if job.states and rule in ("sgd", "sign"):  # a momentum that a scheduler has set to zero
+            stopped = one._replace(beta1=0.0, dampening=0.0, nesterov=False)
+            assert_same(job.by(lane, [stopped]), job.in_torch([stopped]), ("stopped", *what))
 
 
 def ties(numel: int, generator: torch.Generator) -> torch.Tensor:

@@ -57,6 +57,24 @@ def test_the_bits_are_those_of_gradients_kept_in_bf16(layout: dict[str, Any]) ->
     assert_same_bits(run(case, RECIPE, precision="bf16", **RELEASE, **layout), kept)
 
 
+def test_the_bits_are_those_of_gradients_kept_with_muon() -> None:
+    def trained(**config: Any) -> dict[str, torch.Tensor]:
+        model = nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4)))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+        with open_engine(model, optimizer, **config) as engine:
+            for step in range(3):
+                engine.backward(loss_of(engine, step))
+                engine.step()
+                engine.zero_grad()
+            return values_of(engine)
+
+    kept, released = trained(), trained(**RELEASE)
+    assert all(torch.equal(kept[name], released[name]) for name in kept)
+
+
 def case_loss(net: Any, step: int) -> torch.Tensor:
     return net(data(step, 0, 5, 15)).float().square().mean()
 
