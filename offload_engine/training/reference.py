@@ -29,7 +29,7 @@ from offload_engine.config import LossScaleConfig
 from offload_engine.errors import CheckpointError
 from offload_engine.host.process import peak_rss_bytes
 from offload_engine.kernels.codecs import STATE_KEYS
-from offload_engine.optim.groups import counts_steps, state_keys
+from offload_engine.optim.groups import SUPPORTED, counts_steps, state_keys
 from offload_engine.timeline import Timeline
 
 __all__ = ["PlainTrainer"]
