@@ -57,7 +57,8 @@ def _first_within(buckets: Sequence[Bucket], limit_bytes: int) -> frozenset[int]
 def spared_buckets(plan: StepPlan, buckets: Sequence[Bucket]) -> list[Bucket]:
     """Return the buckets that get spare arrays: updated ahead of `step()` on the CPU, within the plan's window.
 
-    The last ones first: their gradients land first, so most of the backward is left to hide their updates.
+    The last ones first: their gradients land first, so most of the backward is left to hide their updates. A bucket
+    that is too large for what is left of the window leaves it to those before.
     """
     if plan.update_timing != "during_backward":
         return []
@@ -69,9 +70,9 @@ def spared_buckets(plan: StepPlan, buckets: Sequence[Bucket]) -> list[Bucket]:
         if index in on_device:
             continue
         if left is not None:
+            if buckets[index].spare_bytes > left:
+                continue
             left -= buckets[index].spare_bytes
-            if left < 0:
-                break
         chosen.append(buckets[index])
     return chosen
 
@@ -146,7 +147,7 @@ def _check_spares(plan: StepPlan, buckets: Sequence[Bucket], host: HostBudget) -
         if smallest:
             raise ConfigError(
                 f"speculation_memory is {format_bytes(plan.speculation_bytes)}, less than the spare arrays of any "
-                f"bucket that comes first ({format_bytes(smallest)} and more). Raise it, lower bucket_bytes, or use "
+                f"bucket ({format_bytes(smallest)} and more). Raise it, lower bucket_bytes, or use "
                 f"update_timing = 'under_forward', which needs none."
             )
     needed = sum(bucket.spare_bytes for bucket in spared if not bucket.spare)

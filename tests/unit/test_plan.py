@@ -105,6 +105,17 @@ def test_the_window_takes_the_last_buckets_first() -> None:
         )
 
 
+def test_a_bucket_too_large_for_the_window_leaves_it_to_the_others() -> None:
+    uneven = nn.Sequential(
+        nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), nn.Linear(8, 256, bias=False)
+    )
+    with open_engine(
+        uneven, bucket_bytes=1, update_timing="during_backward", speculation_memory="12KiB"
+    ) as engine:
+        assert [bucket.spare_bytes for bucket in engine._buckets] == [6 << 10, 6 << 10, 24 << 10]
+        assert [bucket.index for bucket in spared_buckets(engine.plan, engine._buckets)] == [1, 0]
+
+
 # Plans that cannot be carried out.
 
 
