@@ -124,7 +124,8 @@ class ReadGuard(TorchFunctionMode):
                     slab = self._slab_of.get(id(value.untyped_storage()))
                     if slab is not None:
                         bucket, kind = slab
-                        if bucket.pending_update is not None or kind in bucket.elsewhere:
+                        read = writes and bucket.gradient_reader is not None
+                        if read or bucket.pending_update is not None or kind in bucket.elsewhere:
                             self._wait(bucket, kind)
                         if writes:
                             self._touched.note(bucket, kind)

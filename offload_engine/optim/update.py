@@ -275,7 +275,12 @@ class UpdatePipeline:
         """
         with self._log.waiting_for(bucket.pending_update, CAUSE_READ, bucket.name, bucket.index):
             bucket.wait_update()
-        bucket.pending_update = None
+        reader = bucket.gradient_reader
+        if reader is not None and reader is not bucket.pending_update:
+            # One made ahead in vain may still read what is about to be written. How it ends is nobody's concern.
+            with self._log.waiting_for(reader, CAUSE_READ, bucket.name, bucket.index), suppress(KernelError):
+                reader.wait()
+        bucket.pending_update = bucket.gradient_reader = None
         if bucket.elsewhere:
             with self._log.waiting(CAUSE_READ, bucket.name, bucket.index):
                 bucket.bring_back(*(() if kind is None else (kind,)))

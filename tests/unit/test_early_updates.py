@@ -324,6 +324,23 @@ def test_an_exception_of_a_user_who_steps_all_the_same() -> None:
     net.close()
 
 
+def test_who_writes_waits_for_an_update_made_in_vain() -> None:
+    """It reads what is written, until it ends: whoever writes comes after it, though nobody will take it over."""
+    for seed in range(12):
+        net, plain = pair(hostile_seed=seed)
+        for each in (net, plain):
+            each.backward(loss_of(each, 0))
+            with torch.no_grad():
+                for p in masters_of(each)[seed % 2 :: 2]:
+                    p.data.mul_(0.5)
+                for p in masters_of(each):
+                    p.grad.zero_()
+            each.step()
+        same(net, plain)
+        assert counts(net) == (0, BUCKETS)
+        net.close()
+
+
 # Several steps of clipping.
 
 
