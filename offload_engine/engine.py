@@ -42,6 +42,7 @@ from offload_engine.optim import (
     check_optimizer,
     check_states,
     state_keys,
+    updates_matrices,
 )
 from offload_engine.plan import StepPlan
 from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, setup_lines, spared_buckets
@@ -115,7 +116,8 @@ class OffloadEngine:
         registry = discover(model, optimizer.param_groups, precision)
 
         refuse_wrapped(registry)
-        assign_states(registry, config, partial(state_keys, kind=type(optimizer)))
+        kind = type(optimizer)
+        assign_states(registry, config, partial(state_keys, kind=kind), partial(updates_matrices, kind=kind))
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
         offloaded = offloadable(model, config.activation_modules) if offloads else {}

@@ -53,9 +53,12 @@ def allocate_buckets(
     Raises:
         HostMemoryError: the budget does not hold them.
     """
-    pin_states = config.device_share > 0 or config.resident_states is not None
+    travel = config.device_share > 0 or config.resident_states is not None
     keeps = config.gradients == "keep"
-    return [Bucket(each, slabs, device, pin_states=pin_states, keeps_gradient=keeps) for each in layouts]
+    return [
+        Bucket(each, slabs, device, pin_states=travel or each.states.device_first, keeps_gradient=keeps)
+        for each in layouts
+    ]
 
 
 class Bucket:

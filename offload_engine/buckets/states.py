@@ -40,6 +40,8 @@ class StateLayout:
 
     master: MasterLayout = "fp32"
     moments: MomentsLayout = "fp32"
+    device_first: bool = False
+    """The rule's updates run on the device whatever the plan's share, where there is room."""
 
     @property
     def align_numel(self) -> int:
@@ -70,12 +72,16 @@ class StateLayout:
 
 
 def assign_states(
-    registry: Registry, config: EngineConfig, keys_of: Callable[[dict[str, Any]], tuple[str, ...]]
+    registry: Registry,
+    config: EngineConfig,
+    keys_of: Callable[[dict[str, Any]], tuple[str, ...]],
+    device_first: Callable[[dict[str, Any]], bool],
 ) -> None:
     """Give every parameter that an optimizer updates its layout and the names of its states.
 
     Args:
         keys_of: param group -> names of the states that its rule keeps.
+        device_first: param group -> whether its rule's updates belong on the device.
 
     Raises:
         ConfigError: a param group asks for a layout that does not exist, or that the precision does not allow.
@@ -83,7 +89,8 @@ def assign_states(
     chosen: dict[int, StateLayout] = {}
     groups = {id(entry.group): entry.group for entry in registry.entries if entry.group is not None}
     for number, (key, group) in enumerate(groups.items()):
-        chosen[key] = _layout_of(group, config, f"param group {number}")
+        layout = _layout_of(group, config, f"param group {number}")
+        chosen[key] = dataclasses.replace(layout, device_first=device_first(group))
     for entry in registry.entries:
         if entry.group is not None:
             entry.state_keys = keys_of(entry.group)

@@ -2,7 +2,7 @@
 
 from offload_engine.optim.clipping import clip_factor, global_norm, scale_gradients
 from offload_engine.optim.device_update import DeviceUpdates, device_update_bytes
-from offload_engine.optim.groups import check_optimizer, state_keys
+from offload_engine.optim.groups import check_optimizer, state_keys, updates_matrices
 from offload_engine.optim.lion import Lion
 from offload_engine.optim.muon import Muon
 from offload_engine.optim.optimizer import OffloadOptimizer, check_states
@@ -25,4 +25,5 @@ __all__ = [
     "global_norm",
     "scale_gradients",
     "state_keys",
+    "updates_matrices",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "counts_steps",
     "settings_of",
     "state_keys",
+    "updates_matrices",
 ]
 
 GroupRule = Rule | Literal["muon"]
@@ -181,6 +182,11 @@ def settings_of(group: dict[str, Any], kind: type[torch.optim.Optimizer]) -> Gro
 def state_keys(group: dict[str, Any], kind: type[torch.optim.Optimizer]) -> tuple[str, ...]:
     """Return the names of the states that the parameters of a group keep, as its settings are now."""
     return settings_of(group, kind).state_keys
+
+
+def updates_matrices(group: dict[str, Any], kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the group's rule multiplies matrices, which belongs on the device."""
+    return settings_of(group, kind).rule == "muon"
 
 
 def counts_steps(keys: Sequence[str]) -> bool:

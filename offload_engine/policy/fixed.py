@@ -64,6 +64,7 @@ def spared_buckets(plan: StepPlan, buckets: Sequence[Bucket]) -> list[Bucket]:
         return []
     optimized = [bucket.index for bucket in buckets if bucket.layout.optimized]
     on_device = plan.updated_on_device(optimized) | plan.resident_states
+    on_device |= {bucket.index for bucket in buckets if bucket.layout.states.device_first}
     chosen: list[Bucket] = []
     left = plan.speculation_bytes
     for index in reversed(optimized):
@@ -143,6 +144,7 @@ def _check_spares(plan: StepPlan, buckets: Sequence[Bucket], host: HostBudget) -
     optimized = [bucket for bucket in buckets if bucket.layout.optimized]
     if plan.speculation_bytes is not None and not spared and optimized:
         on_device = plan.updated_on_device([b.index for b in optimized]) | plan.resident_states
+        on_device |= {b.index for b in optimized if b.layout.states.device_first}
         smallest = min((b.spare_bytes for b in optimized if b.index not in on_device), default=0)
         if smallest:
             raise ConfigError(

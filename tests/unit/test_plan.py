@@ -105,6 +105,20 @@ def test_the_window_takes_the_last_buckets_first() -> None:
         )
 
 
+def test_what_belongs_on_the_device_gets_no_spare_arrays() -> None:
+    """Muon's matrices are updated there in `step()`, so nothing of them can be made ahead; their states are pinned."""
+    model = stack(4)
+    groups = [
+        {"params": list(model[:2].parameters())},
+        {"params": list(model[2:].parameters()), "use_muon": False},
+    ]
+    config = oe.EngineConfig(device="emulated", bucket_bytes=NBYTES, update_timing="during_backward")
+    with oe.OffloadEngine(model, oe.Muon(groups, lr=0.01), config) as engine:
+        assert [bucket.index for bucket in spared_buckets(engine.plan, engine._buckets)] == [3, 2]
+        assert [bool(bucket.spare) for bucket in engine._buckets] == [False, False, True, True]
+        assert [bucket.layout.states.device_first for bucket in engine._buckets] == [True, True, False, False]
+
+
 def test_a_bucket_too_large_for_the_window_leaves_it_to_the_others() -> None:
     uneven = nn.Sequential(
         nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), nn.Linear(8, 256, bias=False)
