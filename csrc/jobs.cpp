@@ -70,7 +70,7 @@ UpdateScalars update_scalars(Rule rule, const UpdateSegment& s, double grad_scal
   out.one_minus_dampening = float(1 - s.dampening);
   out.beta2 = float(s.beta2);
   out.one_minus_beta2 = float(1 - s.beta2);
-  out.correction2_sqrt = float(sqrt(1 - pow(s.beta2, double(s.step))));
+  out.correction2 = float(1 / sqrt(1 - pow(s.beta2, double(s.step))));
   out.eps = float(s.eps);
   out.negative_step_size = float(adam ? -(s.lr / (1 - pow(s.beta1, double(s.step)))) : -s.lr);
   out.seed = s.seed;

@@ -28,7 +28,7 @@ struct UpdateScalars {
   float one_minus_dampening;
   float beta2;
   float one_minus_beta2;
-  float correction2_sqrt;  // sqrt(1 - beta2^step)
+  float correction2;  // 1 / sqrt(1 - beta2^step)
   float eps;
   float negative_step_size;  // -lr / (1 - beta1^step) for Adam, else -lr
   uint32_t seed;             // of the stochastic rounding of bfloat16 states; 0 for none

@@ -6,15 +6,18 @@
 // lerp(a, b, w) = a + (b - a) * w, or b - (b - a) * (1 - w) where w >= 0.5, as torch has it:
 //   adam     p = p * decay;  g = g + l2 * p  (L2 only);  m = lerp(m, g, 1 - beta1)
 //            v = v * beta2 + ((1 - beta2) * g) * g
-//            p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//            p = p + ((-lr / (1 - beta1^t)) * m) / (sqrt(v) * (1 / sqrt(1 - beta2^t)) + eps)
 //   lion     p = p * decay;  p = p + -lr * sign(lerp(m, g, 1 - beta1));  m = lerp(m, g, 1 - beta2)
 //   sgd      g = g + l2 * p;  b = b * momentum + g * (1 - dampening), g in the first step
 //            g = b, or g + b * momentum (Nesterov);  p = p + -lr * g
 //   adagrad  g = g + l2 * p;  s = s + g * g;  p = p + (-lr * g) / (sqrt(s) + eps)
 //   sign     p = p * decay;  b = lerp(b, g, 1 - momentum);  p = p + -lr * sign(b)
-// Adam's order is that of torch's single-tensor path. An update in torch operations takes the root in float64:
-// torch.sqrt of float32 on the CPU comes from MKL, an ulp off for one value in six. torch's own optimizer differs by
-// that, and by the fused multiply-adds in its lerp, add and addcmul.
+// Adam's order is that of torch's single-tensor path, but that the correction multiplies where torch divides: a
+// division takes as long as four multiplications. An update in torch operations takes the root in float64: torch.sqrt
+// of float32 on the CPU comes from MKL, an ulp off for one value in six. torch's own optimizer differs by that, by the
+// correction, and by the fused multiply-adds in its lerp, add and addcmul. Decoupled decay is torch's as well, though
+// subtracting (lr * decay) * p would be nearer to float64: 1 - lr * decay is rounded once for all steps, to the same
+// number here and there, and taking another would double the distance to torch.
 #pragma once
 
 #include "kernels-inl.h"
@@ -42,7 +45,7 @@ struct Adam {
   using F = typename V::F;
   static constexpr size_t kStates = 2;
   static constexpr bool kRoot = true;
-  F grad_scale, decay, l2, weight, beta2, one_minus_beta2, correction2_sqrt, eps, negative_step_size;
+  F grad_scale, decay, l2, weight, beta2, one_minus_beta2, correction2, eps, negative_step_size;
   bool lerp_from_grad, has_l2;
 
   explicit Adam(const UpdateScalars& s)
@@ -52,7 +55,7 @@ struct Adam {
         weight(V::set1(s.lerp)),
         beta2(V::set1(s.beta2)),
         one_minus_beta2(V::set1(s.one_minus_beta2)),
-        correction2_sqrt(V::set1(s.correction2_sqrt)),
+        correction2(V::set1(s.correction2)),
         eps(V::set1(s.eps)),
         negative_step_size(V::set1(s.negative_step_size)),
         lerp_from_grad(s.lerp_from_grad),
@@ -65,7 +68,7 @@ struct Adam {
     m = lerp<V>(m, g, weight, lerp_from_grad);
     v = v * beta2 + (one_minus_beta2 * g) * g;
   }
-  OFFLOAD_INLINE F step(F m, F root) const { return (negative_step_size * m) / (root / correction2_sqrt + eps); }
+  OFFLOAD_INLINE F step(F m, F root) const { return (negative_step_size * m) / (root * correction2 + eps); }
   OFFLOAD_INLINE void operator()(F& p, F& m, F& v, F g) const {
     moments(p, m, v, g);
     p = p + step(m, V::sqrt(v));

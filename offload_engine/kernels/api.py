@@ -216,7 +216,7 @@ class Lane(Protocol):
 
             adam     p = p * (1 - lr * weight_decay), or g = g + weight_decay * p; m = lerp(m, g, 1 - beta1)
                      v = v * beta2 + ((1 - beta2) * g) * g
-                     p = p + ((-lr / (1 - beta1**step)) * m) / (sqrt(v) / sqrt(1 - beta2**step) + eps)
+                     p = p + ((-lr / (1 - beta1**step)) * m) / (sqrt(v) * (1 / sqrt(1 - beta2**step)) + eps)
             lion     p = p * (1 - lr * weight_decay); p = p + -lr * sign(lerp(m, g, 1 - beta1))
                      m = lerp(m, g, 1 - beta2)
             sgd      g = g + weight_decay * p; b = b * momentum + g * (1 - dampening) [in step 1: g]
@@ -224,7 +224,8 @@ class Lane(Protocol):
             adagrad  g = g + weight_decay * p; s = s + g * g; p = p + (-lr * g) / (sqrt(s) + eps)
             sign     p = p * (1 - lr * weight_decay); b = lerp(b, g, 1 - momentum); p = p + -lr * sign(b)
 
-        Adam's order is that of torch's single-tensor path. A weight decay of 0 adds nothing to a gradient.
+        Adam's order is that of torch's single-tensor path, which divides by the correction. A weight decay of 0 adds
+        nothing to a gradient.
 
         Raises:
             KernelError: as for every submit, and where the arrays are no layout, a setting is out of its range, or

@@ -22,7 +22,7 @@ from offload_engine.kernels.codecs import (
     write_state,
 )
 
-__all__ = ["SCRATCH_BYTES_PER_ELEMENT", "SCRATCH_NUMEL", "lerp", "signs", "update_in_torch"]
+__all__ = ["SCRATCH_BYTES_PER_ELEMENT", "SCRATCH_NUMEL", "lerp", "nearest_root", "signs", "update_in_torch"]
 
 SCRATCH_NUMEL = 1 << 20
 """Elements that are worked on at a time."""
@@ -52,7 +52,7 @@ def update_in_torch(
         block_numel: elements per pass, a multiple of codecs.BLOCK_NUMEL; bounds the temporaries at
             SCRATCH_BYTES_PER_ELEMENT times it.
     """
-    apply = _RULES[rule](segment, master.device)
+    apply = _RULES[rule](segment)
     factor = -grad_scale if segment.maximize else grad_scale
     numel, offset = grad.numel(), segment.offset_numel
     kept = [
@@ -78,12 +78,7 @@ def update_in_torch(
             )
 
 
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    """Return a divisor: torch may replace the division by a plain number by one by its reciprocal."""
-    return torch.full((1,), value, dtype=torch.float32, device=device)
-
-
-def _root(x: torch.Tensor) -> torch.Tensor:
+def nearest_root(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest float32 to the root: what torch takes of float32 on the CPU is an ulp off in one of six."""
     return x.double().sqrt_().float()
 
@@ -104,11 +99,11 @@ def _decoupled_decay(s: UpdateSegment) -> float:
     return 1 - s.lr * s.weight_decay
 
 
-def _adam(s: UpdateSegment, device: torch.device) -> Apply:
+def _adam(s: UpdateSegment) -> Apply:
     decay = _decoupled_decay(s) if s.decoupled else 1.0
     l2 = 0.0 if s.decoupled else s.weight_decay
     negative_step_size = -(s.lr / (1 - s.beta1**s.step))
-    correction2_sqrt = _number(math.sqrt(1 - s.beta2**s.step), device)
+    correction2 = 1 / math.sqrt(1 - s.beta2**s.step)
 
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         m, v = states
@@ -117,13 +112,13 @@ def _adam(s: UpdateSegment, device: torch.device) -> Apply:
             g.add_(torch.mul(p, l2))
         m.copy_(lerp(m, g, s.beta1))
         v.mul_(s.beta2).add_(torch.mul(g, 1 - s.beta2).mul_(g))
-        denominator = _root(v).div_(correction2_sqrt).add_(s.eps)
+        denominator = nearest_root(v).mul_(correction2).add_(s.eps)
         p.add_(torch.mul(m, negative_step_size, out=g).div_(denominator))
 
     return apply
 
 
-def _lion(s: UpdateSegment, device: torch.device) -> Apply:
+def _lion(s: UpdateSegment) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         (m,) = states
         p.mul_(_decoupled_decay(s)).add_(signs(lerp(m, g, s.beta1)).mul_(-s.lr))
@@ -132,7 +127,7 @@ def _lion(s: UpdateSegment, device: torch.device) -> Apply:
     return apply
 
 
-def _sgd(s: UpdateSegment, device: torch.device) -> Apply:
+def _sgd(s: UpdateSegment) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         if s.weight_decay:
             g.add_(torch.mul(p, s.weight_decay))
@@ -152,18 +147,18 @@ def _sgd(s: UpdateSegment, device: torch.device) -> Apply:
     return apply
 
 
-def _adagrad(s: UpdateSegment, device: torch.device) -> Apply:
+def _adagrad(s: UpdateSegment) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         (total,) = states
         if s.weight_decay:
             g.add_(torch.mul(p, s.weight_decay))
         total.add_(torch.mul(g, g))
-        p.add_(g.mul_(-s.lr).div_(_root(total).add_(s.eps)))
+        p.add_(g.mul_(-s.lr).div_(nearest_root(total).add_(s.eps)))
 
     return apply
 
 
-def _sign_sgd(s: UpdateSegment, device: torch.device) -> Apply:
+def _sign_sgd(s: UpdateSegment) -> Apply:
     def apply(p: torch.Tensor, states: Sequence[torch.Tensor], g: torch.Tensor) -> None:
         for b in states if s.beta1 else ():
             g = b.copy_(lerp(b, g, s.beta1))
@@ -172,7 +167,7 @@ def _sign_sgd(s: UpdateSegment, device: torch.device) -> Apply:
     return apply
 
 
-_RULES: dict[Rule, Callable[[UpdateSegment, torch.device], Apply]] = {
+_RULES: dict[Rule, Callable[[UpdateSegment], Apply]] = {
     "adam": _adam,
     "lion": _lion,
     "sgd": _sgd,

@@ -67,7 +67,7 @@ def _scalars(s: UpdateSegment, grad_scale: float) -> tuple[Any, ...]:
         s.beta1 if from_grad else 1 - s.beta1,
         s.beta2,
         1 - s.beta2,
-        math.sqrt(1 - s.beta2**s.step),
+        1 / math.sqrt(1 - s.beta2**s.step),
         s.eps,
         -(s.lr / (1 - s.beta1**s.step)),
     )

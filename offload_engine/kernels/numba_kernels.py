@@ -39,7 +39,7 @@ def adam(
     lerp,
     beta2,
     one_minus_beta2,
-    correction2_sqrt,
+    correction2,
     eps,
     step_size,
     from_grad,
@@ -61,7 +61,7 @@ def adam(
         square = v[i] * beta2 + (one_minus_beta2 * grad) * grad
         m_out[i] = mean
         v_out[i] = square
-        p_out[i] = param + (step_size * mean) / (math.sqrt(square) / correction2_sqrt + eps)
+        p_out[i] = param + (step_size * mean) / (math.sqrt(square) * correction2 + eps)
 
 
 @_compiled

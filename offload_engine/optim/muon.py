@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from offload_engine.kernels.in_torch import lerp, nearest_root
+
 __all__ = ["Muon", "adjusted_lr", "matrix_step"]
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -162,10 +164,10 @@ class Muon(torch.optim.Optimizer):
         lr, (beta1, beta2), step = float(group["lr"]), group["betas"], int(state["step"])
         m, v = state["exp_avg"], state["exp_avg_sq"]
         p.mul_(1 - lr * group["weight_decay"])
-        m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(group["adamw_eps"])
-        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
+        m.copy_(lerp(m, grad, beta1))
+        v.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))
+        denominator = nearest_root(v).mul_(1 / math.sqrt(1 - beta2**step)).add_(group["adamw_eps"])
+        p.add_((m * (-(lr / (1 - beta1**step)))).div_(denominator))
 
 
 def _check_group(group: dict[str, Any], number: int) -> None:

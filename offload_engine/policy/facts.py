@@ -78,6 +78,7 @@ class RunFacts:
     """What the last step measured, by which that is chosen."""
     device_updates: int = 0
     device_updates_refused: int = 0
+    device_updates_failed: int = 0
     states_found: int = 0
     """Bucket updates on the device that found their states there."""
     states_sent_home: int = 0
@@ -157,6 +158,7 @@ def facts_of(
         times=history.times,
         device_updates=updates.device_updates.updates,
         device_updates_refused=updates.device_updates.refused,
+        device_updates_failed=updates.device_updates.failed,
         states_found=updates.device_updates.found_there,
         states_sent_home=updates.device_updates.sent_home,
         device_sums=sums.added,

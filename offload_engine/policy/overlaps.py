@@ -256,12 +256,19 @@ def _why_not_now(facts: RunFacts) -> str:
 
 def _on_device(facts: RunFacts) -> Overlap:
     done, refused = facts.device_updates, facts.device_updates_refused
-    no_room = f"{refused} had no room there and ran on the CPU; raise device_memory or lower bucket_bytes"
+    failed = facts.device_updates_failed
+    left = []
+    if refused:
+        left.append(
+            f"{refused} had no room there and ran on the CPU; raise device_memory or lower bucket_bytes"
+        )
+    if failed:
+        left.append(f"{failed} ran on the CPU because a copy or memory there failed; a warning says why")
     if done:
         words = f"{done} bucket update{'' if done == 1 else 's'} ran there"
-        return Overlap(True, f"{words}; {no_room}" if refused else words, missed=refused > 0)
-    if refused:
-        return _missed(f"all {no_room}")
+        return Overlap(True, "; ".join([words, *left]), missed=bool(left))
+    if left:
+        return _missed(f"all {left[0]}" if len(left) == 1 else "; ".join(left))
     if not facts.plan.device_shares and not facts.plan.resident_states:
         return _off("device_share = 0 and no resident_states: the CPU does them")
     if not facts.on_device:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload_engine.errors import UnsupportedError
+from offload_engine.kernels.in_torch import lerp, nearest_root
 
 __all__ = ["RoundedAdamW"]
 
@@ -42,13 +43,7 @@ class RoundedAdamW(torch.optim.AdamW):
                 t = int(state["step"])
                 m, v, grad = state["exp_avg"], state["exp_avg_sq"], p.grad
                 p.mul_(1 - lr * group["weight_decay"])
-                # As torch's lerp does, from the nearer end.
-                if beta1 > 0.5:
-                    m.add_((grad - m).mul_(1 - beta1))
-                else:
-                    m.copy_(grad - (grad - m).mul_(beta1))
+                m.copy_(lerp(m, grad, beta1))
                 v.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))
-                # By way of double: torch's own fp32 square root is not always the nearest fp32 number on CPUs.
-                root = v.double().sqrt_().float()
-                denominator = root.div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
+                denominator = nearest_root(v).mul_(1 / math.sqrt(1 - beta2**t)).add_(group["eps"])
                 p.add_((m * (-lr / (1 - beta1**t))).div_(denominator))

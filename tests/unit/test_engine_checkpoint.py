@@ -291,6 +291,26 @@ def refused(model: nn.Module, path: Path, message: str, **config: Any) -> None:
     net.close()
 
 
+def test_states_of_another_rule(tmp_path: Path) -> None:
+    """Lion's exp_avg is no AdamW state, though it has the name of one; SGD's buffer has another name altogether."""
+    for kind, message in (
+        (oe.Lion, "updated by lion, the optimizer's are by adam"),
+        (torch.optim.SGD, "by sgd"),
+    ):
+        net = Net(
+            build(),
+            lambda m, kind=kind: kind(m.parameters(), lr=0.01),
+            oe.EngineConfig(**SMALL),
+            "fp32",
+            True,
+        )
+        net.backward(net(data(0, 0, 5, 15)).square().mean())
+        net.step()
+        net.engine.save(tmp_path / kind.__name__)
+        net.close()
+        refused(build(), tmp_path / kind.__name__, message)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "c"),
     "no model": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),

@@ -242,6 +242,13 @@ WORDS = [
     ("updates_on_device", facts(device_updates_refused=10), False, True, "all 10 had no room"),
     (
         "updates_on_device",
+        facts(device_updates=30, device_updates_failed=2),
+        True,
+        True,
+        "30 bucket updates ran there; 2 ran on the CPU because a copy or memory there failed",
+    ),
+    (
+        "updates_on_device",
         facts(StepPlan(device_shares=(DeviceShare(0, 4, 100),)), oe.EngineConfig(device_share=0.1)),
         False,
         True,
