@@ -81,8 +81,8 @@ class OffloadEngine:
 
     Args:
         model: any `nn.Module` with its values loaded. Changed in place: parameters move into the engine's slabs.
-        optimizer: `torch.optim.AdamW` or `Adam` over the model's parameters. Its groups are adopted, as is what state
-            it has; its `step` and `zero_grad` act on the engine from now on.
+        optimizer: over the model's parameters, of a class that `optim.groups` lists. Its groups are adopted, as is what
+            state it has; its `step` and `zero_grad` act on the engine from now on.
         config: see `EngineConfig`.
 
     Raises:
