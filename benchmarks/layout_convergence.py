@@ -7,8 +7,8 @@ Each run is `offload-engine train configs/quickstart.toml` with working copies i
 layout is inside when its mean is at most the greatest loss of fp32 and 0.5 % of it. Results go to the file of --out, a
 line for each run, and runs that are there already are not done again.
 
-Products of bf16 matrices are computed in fp32 and rounded, as accelerators do: a processor without bf16 instructions
-takes 25 times as long for them.
+Products of bf16 matrices and attention are computed in fp32 and rounded, as accelerators do: a processor without bf16
+instructions takes up to 25 times as long for them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+def wide_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the attention of bf16 tensors, computed in fp32 and rounded once."""
+    return ATTENTION(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
 def table(rows: list[dict[str, Any]], steps: int) -> str:
     """Return the runs of one number of steps as a Markdown table."""
     losses: dict[str, list[float]] = {}
@@ -93,6 +101,7 @@ def main() -> None:
     """Run what is missing and print the table."""
     if sys.argv[1:2] == ["--child"]:
         torch.nn.functional.linear = wide_linear
+        torch.nn.functional.scaled_dot_product_attention = wide_attention
         sys.exit(train(["train", *sys.argv[2:]]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
