@@ -1,7 +1,7 @@
 """Host memory per parameter of each state layout: slabs, and what the process holds above an engine of an empty model.
 
     python benchmarks/layout_memory.py                       # 100 million parameters, one process at a time
-    python benchmarks/layout_memory.py --millions 10 --layouts split24-int8
+    python benchmarks/layout_memory.py --layouts split-int8-release --bucket-mib 2    # its ring is three buckets
 
 Each layout trains three steps in a process of its own. "peak" is the largest resident memory after wrapping, that is of
 the first steps; it may lie one bucket above what is there at the end.
@@ -25,7 +25,6 @@ from torch import nn
 import offload_engine as oe
 
 WIDTH = 1024
-BUCKET_BYTES = 8 << 20
 TABLE = {
     # master, moments, gradients: bytes per parameter
     "fp32": ("fp32", "fp32", "keep", 16.0),
@@ -63,17 +62,17 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def measure(layout: str, depth: int) -> dict[str, Any]:
+def measure(layout: str, depth: int, bucket_mib: int) -> dict[str, Any]:
     """Wrap and train a stack of `depth` layers of WIDTH x WIDTH; return bytes."""
     master, moments, gradients, _ = TABLE[layout]
     config = oe.EngineConfig(
         device="emulated",
-        device_memory="40MiB",  # which is host memory, too: next to nothing
+        device_memory=5 * bucket_mib << 20,  # which is host memory, too: next to nothing
         precision="bf16",
         master_layout=master,  # type: ignore[arg-type]
         moments_layout=moments,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=bucket_mib << 20,
         memory_ledger=False,
         timeline=False,
     )
@@ -124,15 +123,19 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one row for each layout instead of a table"
     )
+    parser.add_argument(
+        "--bucket-mib", type=int, default=8, help="largest bucket, in MiB of working copy (8)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     depth = max(8, round(chosen.millions * 1e6 / WIDTH**2))
     if chosen.child:
-        print(json.dumps(measure(chosen.child, depth)))
+        print(json.dumps(measure(chosen.child, depth, chosen.bucket_mib)))
         return
     rows = []
     for layout in chosen.layouts:
         command = [sys.executable, __file__, "--child", layout, "--millions", str(chosen.millions)]
+        command += ["--bucket-mib", str(chosen.bucket_mib)]
         # What is freed goes back to the system: the model's own weights from before wrapping, for one.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
