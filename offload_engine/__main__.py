@@ -1,7 +1,7 @@
-"""The command line: `offload-engine train`, `bench`, `timeline`; the same as `python -m offload_engine`.
+"""The command line: `offload-engine train`, `bench`, `timeline`, `doctor`; the same as `python -m offload_engine`.
 
 It parses, calls one room, and turns the package's errors into one message each. Exit codes: 0 done, 2 an error that
-the user can mend, 130 stopped by Ctrl-C.
+the user can mend, 130 stopped by Ctrl-C; `doctor` 1 where training cannot work.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
         "benchmark", choices=_BENCHMARKS, help="its own options follow; try 'bench update --help'"
     )
 
+    doctor = commands.add_parser(
+        "doctor", help="one page on this machine: what a bug report needs, what to mend"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the facts as JSON")
+
     timeline = commands.add_parser("timeline", help="read a recorded timeline")
     actions = timeline.add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = actions.add_parser("summary", help="print what a timeline adds up to, in words")
@@ -113,7 +118,13 @@ def _timeline(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "timeline": _timeline}
+def _doctor(options: argparse.Namespace) -> int:
+    from offload_engine.doctor import main as doctor
+
+    return doctor(["--json"] if options.json else [])
+
+
+_COMMANDS = {"train": _train, "timeline": _timeline, "doctor": _doctor}
 
 
 def _guarded(command: Callable[[], int], *, traceback: bool) -> int:

@@ -34,7 +34,7 @@ ORDER = [
     {"checkpoint"},
     {"engine"},
     {"__init__"},
-    {"planner", "training", "bench"},
+    {"planner", "training", "bench", "doctor"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
