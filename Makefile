@@ -19,10 +19,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help setup setup-hf train test test-slow test-gpu parity hostile lint format sanitize test-neon bench clean
+.PHONY: help setup setup-hf train test test-slow test-gpu compatibility parity hostile fuzz lint format sanitize test-neon bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## make the virtual environment and build the extension
 
@@ -68,6 +68,9 @@ test-slow: $(VENV)/.installed-hf ## the long ones
 
 test-gpu: $(VENV)/.installed ## those that need an accelerator
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+compatibility: $(VENV)/.installed-hf ## what of PyTorch and Hugging Face works: runs it, and writes docs/compatibility.md
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.compatibility --write $(ARGS)
 
 parity: $(VENV)/.installed ## every plan against the serial one, bit for bit (ARGS='--only timing=serial', '--pairwise')
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m tests.parity.table $(ARGS)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload_engine.errors import StateError, UnsupportedError
 
@@ -22,6 +23,8 @@ __all__ = ["ParameterEntry", "Registry", "Unit", "discover"]
 
 _COMPOSITE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules whose forward reads their children's parameters without calling the children: one unit as a whole."""
+
+_SPREADING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -141,6 +144,12 @@ class Registry:
         """
         for module, attribute, entry in unit.slots:
             current = module._parameters.get(attribute)
+            if current is not None and not isinstance(current, nn.Parameter):
+                raise StateError(
+                    f"parameter '{entry.name}' stands aside for a tensor of shape {tuple(current.shape)}, as "
+                    f"torch.func.functional_call has it. The engine streams the parameter itself: make that call on a "
+                    f"plain copy, copy.deepcopy(model)."
+                )
             if current is not entry.param:
                 found = (
                     "removed"
@@ -242,11 +251,27 @@ def _check_storages(entries: list[ParameterEntry]) -> None:
                 )
 
 
-def _check_sparse_modules(model: nn.Module) -> None:
+def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        what = f"module '{name}'" if name else "the model"
+        if isinstance(module, _SPREADING):
+            raise UnsupportedError(
+                f"{what} is a {type(module).__name__}, which spreads the model over devices in its own way. "
+                f"Wrap the module inside it, without it: OffloadEngine(model.module, ...)."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{what} is a TorchScript module, which takes no hooks: nobody could fetch its parameters. "
+                f"Use the Python module that it was made from."
+            )
+        if any(is_lazy(param) for param in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{what} is a {type(module).__name__} that has not seen an input yet: its parameters have no "
+                f"shape. Run the model once, make the optimizer, then wrap."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"module '{name}' makes sparse gradients (sparse=True), which the engine does not support. "
+                f"{what} makes sparse gradients (sparse=True), which the engine does not support. "
                 f"Set sparse=False; the result is the same."
             )
 
@@ -303,7 +328,7 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
         UnsupportedError: a parameter or module that would be computed wrongly; the message has its name and remedy.
         StateError: the optimizer holds a trainable parameter that the model does not.
     """
-    _check_sparse_modules(model)
+    _check_modules(model)
     wide = _beside_wide_statistics(model)
     group_of = {id(param): group for group in groups for param in group["params"]}
     entries: list[ParameterEntry] = []

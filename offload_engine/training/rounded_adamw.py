@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from offload_engine.errors import UnsupportedError
 from offload_engine.kernels.in_torch import lerp, nearest_root
 
 __all__ = ["RoundedAdamW"]
@@ -26,10 +25,12 @@ class RoundedAdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients of all groups. `closure` is not supported."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients of all groups; return the loss of `closure`, if there is one."""
+        loss = None
         if closure is not None:
-            raise UnsupportedError("RoundedAdamW takes no closure; call it after backward.")
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             for p in group["params"]:
@@ -47,3 +48,4 @@ class RoundedAdamW(torch.optim.AdamW):
                 v.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))
                 denominator = nearest_root(v).mul_(1 / math.sqrt(1 - beta2**t)).add_(group["eps"])
                 p.add_((m * (-lr / (1 - beta1**t))).div_(denominator))
+        return loss
