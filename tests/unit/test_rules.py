@@ -32,9 +32,10 @@ ORDER = [
     {"optim"},
     {"policy"},
     {"checkpoint"},
+    {"growth"},
     {"engine"},
     {"__init__"},
-    {"planner", "training", "bench", "doctor"},
+    {"planner", "training", "bench", "doctor", "integrations"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -1,0 +1,1 @@
+"""Loops of other libraries over the engine."""
