@@ -33,6 +33,7 @@ from offload_engine.config import EngineConfig, sized
 from offload_engine.device import Device, open_device, visible_devices
 from offload_engine.device.generators import generator_states, restore_generators
 from offload_engine.errors import ConfigError, StateError
+from offload_engine.growth import grow, newcomers
 from offload_engine.host import HostBudget, SlabAllocator, bound_threads, host_limits, peak_rss_bytes
 from offload_engine.optim import (
     DeviceUpdates,
@@ -143,7 +144,7 @@ class OffloadEngine:
             self._landing = landing_slabs(config, self._slabs, self._buckets)
             plan = plan_of(config, self._buckets, budget, offloaded)
             self._registry = registry
-            self._check_plan(plan)
+            self._check_plan(plan, self._buckets)
             for bucket in spared_buckets(plan, self._buckets):
                 bucket.take_spare(self._slabs)
             self._pool = backend.WorkerPool(threads.update, binding.cpus)
@@ -156,20 +157,9 @@ class OffloadEngine:
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self._step_start_ns = self.timeline.clock()
-        self._facts = partial(
-            facts_of,
-            config,
-            backend,
-            self.device,
-            self._buckets,
-            self._slabs,
-            self._residency,
-            self._gradients,
-            self._activations,
-            self._updates,
-            self._stepper,
-            self.timeline,
-        )
+        below = config, backend, self.device, self._buckets, self._slabs, self._residency, self._gradients
+        above = self._activations, self._updates, self._stepper, self.timeline
+        self._facts = partial(facts_of, *below, *above)
         self.model_state_bytes = self._facts().state_bytes
         self._words = setup_lines(self._facts(), backend.describe(), threads.sentence(), *binding.refusals)
         self._updates.guard.install()
@@ -201,19 +191,8 @@ class OffloadEngine:
             device, log, self._slabs, model.buffers, (id(bucket.buffer.storage) for bucket in buckets)
         )
         self._external = ExternalChanges(registry, buckets, self._touched, log)
-        self._streamer = Streamer(
-            model,
-            registry,
-            buckets,
-            device,
-            self._residency,
-            self._gradients,
-            self._external,
-            self._order,
-            log,
-            self._activations,
-            offloaded,
-        )
+        rooms = device, self._residency, self._gradients, self._external, self._order, log, self._activations
+        self._streamer = Streamer(model, registry, buckets, *rooms, offloaded)
         self._micro_batches = MicroBatches(
             self, self._streamer, self._gradients, self._residency, self._order, device
         )
@@ -242,21 +221,31 @@ class OffloadEngine:
             self._stepper.settings,
         )
         self._follow(plan)
-        self.optimizer: torch.optim.Optimizer = OffloadOptimizer(
-            optimizer, registry, buckets, self._step, self._updates.wait_bucket
+        self._kind = type(optimizer)
+        self.optimizer = OffloadOptimizer(
+            optimizer, registry, buckets, self._step, self._updates.wait_bucket, self._grow
         )
+        self._external.on_unfrozen = self._grow
 
     # The plan.
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def _check_plan(self, plan: StepPlan, buckets: list[Bucket]) -> None:
         check_plan(
             plan,
             self._registry,
-            self._buckets,
+            buckets,
             budget_bytes=self.device.budget_bytes,
             in_use_bytes=self.device.used_bytes(),
             host=self.host_budget,
         )
+
+    def _end_work(self, what: str) -> None:
+        """Have nothing under way and no bucket on the device, so that it can be checked what may be there."""
+        if self._streamer.busy:
+            raise StateError(f"{what} inside a forward or backward; do it between micro-batches.")
+        self._updates.wait()
+        self._device_updates.close()
+        self._residency.evict_idle(keep_resident=False)
 
     def change_plan(self, plan: StepPlan) -> None:
         """Follow another plan from the next micro-batch on. Changes times and bytes, never numbers.
@@ -268,22 +257,33 @@ class OffloadEngine:
         self._check_open()
         with _no_modes():
             self._streamer.settle()
-            if self._streamer.busy:
-                raise StateError(
-                    "change_plan was called inside a forward or backward; call it between micro-batches."
-                )
-            self._updates.wait()
-            self._device_updates.close()  # nothing stays on the device while it is checked what may
-            self._residency.evict_idle(keep_resident=False)
-            self._check_plan(plan)
-            spared = spared_buckets(plan, self._buckets)
-            for bucket in self._buckets:
-                if bucket.spare and bucket not in spared:
-                    self._updates.early.drop(bucket)
-                    bucket.give_back_spare(self._slabs)
-            for bucket in spared:
-                bucket.take_spare(self._slabs)
+            self._end_work("change_plan was called")
+            self._check_plan(plan, self._buckets)
+            self._updates.arrange_spares(spared_buckets(plan, self._buckets), self._slabs)
             self._follow(plan)
+
+    def _grow(self) -> None:
+        """Give parameters that were unfrozen or got a param group a place for their gradients and states."""
+        found = newcomers(self._registry, self.optimizer.param_groups)
+        if not found:
+            return
+        with _no_modes():
+            self._streamer.settle()
+            self._end_work("a parameter was unfrozen, or a param group added,")
+            self._gradients.settle()
+            groups, kind = self.optimizer.param_groups, self._kind
+            rooms = self._registry, self._buckets, self._slabs, self.device
+            new, plan = grow(found, groups, kind, self.config, *rooms, self.plan, self._check_plan)
+            for bucket in new:
+                self._order.add(bucket.index)
+            self._residency.follow_layout(new)
+            self._gradients.follow_layout()
+            self._streamer.follow_layout(new)
+            self._updates.guard.add(new)
+            self._updates.arrange_spares(spared_buckets(plan, self._buckets), self._slabs)
+            self._follow(plan)
+            self.optimizer.start_anew(found)
+            self.model_state_bytes = self._facts().state_bytes
 
     def _follow(self, plan: StepPlan) -> None:
         self.plan = self._residency.plan = plan
@@ -337,6 +337,12 @@ class OffloadEngine:
         self._check_open()
         return self._micro_batches.train(batches, loss_fn, order)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: for loops written for DistributedDataParallel. Gradients are added up in any case."""
+        self._check_open()
+        yield
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale (fp16; else the loss itself), for a `backward()` of your own."""
         self._check_open()
@@ -365,6 +371,7 @@ class OffloadEngine:
             self._activations.end_step()
             self._residency.end_step()
             self._updates.end_step()
+            self._residency.retire(self._slabs, self._updates.guard.forget_retired)
             self._lanes.reap()
             self._residency.record_memory()
             end_ns = self.timeline.clock()
@@ -488,10 +495,6 @@ class OffloadEngine:
             self._updates.end()
             self._residency.evict_idle(keep_resident=False)
             facts, generators = load_state(path, *self._kept(), self._stepper.rules)
-            for entry in self._registry.entries:
-                entry.param.grad = None
-                if entry.param.data_ptr() != entry.host_address:
-                    entry.param.data = entry.host_view
             self.steps = int(facts["steps"])
             self._updates.forget()
             self._external.forget()
@@ -562,7 +565,7 @@ class OffloadEngine:
         """
         if self._closed:
             return
-        assert isinstance(self.optimizer, OffloadOptimizer)
+        self._external.on_unfrozen = lambda: None
         for finish in (
             self.synchronize,
             self._external.sweep,

@@ -210,6 +210,20 @@ class Bucket:
             slabs.release(f"spare {kind} of bucket {self.name}")
         self.spare.clear()
 
+    def retire(self, slabs: SlabAllocator) -> None:
+        """Let go of all memory: its parameters have moved to other buckets. Between steps only. Idempotent."""
+        for kind in self.slabs:
+            slabs.release(f"{kind} of bucket {self.name}")
+        if self.accumulator is not None:
+            slabs.release(f"gradient sum {self.name}")
+        self.give_back_spare(slabs)
+        self.slabs.clear()
+        self.states.clear()
+        self.working = torch.empty(0, dtype=self.layout.dtype)
+        self.grad = self.accumulator = self.master = None
+        self.layout.optimized = False
+        self.numel = self.nbytes = self.layout.numel = 0
+
     @property
     def is_own_master(self) -> bool:
         """Whether the working copy is the master: in fp32, and where the layout has none."""

@@ -26,7 +26,8 @@ _COMPOSITE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 _SPREADING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+"""What a trainable parameter may be."""
 
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: their parameters belong to the module around them."""
@@ -205,7 +206,7 @@ def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> 
         raise UnsupportedError(
             f"parameter '{name}' is on the meta device and has no values. Load or initialise the model first."
         )
-    if param.requires_grad and param.dtype not in _TRAINED:
+    if param.requires_grad and param.dtype not in TRAINED:
         raise UnsupportedError(
             f"trainable parameter '{name}' is {param.dtype}; supported are float32, bfloat16 and float16, "
             f"trained as {precision}. Convert the model first, for example model.float()."
@@ -226,7 +227,7 @@ def _beside_wide_statistics(model: nn.Module) -> set[int]:
 
 def _working_dtype(param: nn.Parameter, precision: torch.dtype, wide: bool) -> torch.dtype:
     """Return the compute dtype of a parameter: `precision`, unless frozen integers, float64 or float8, or `wide`."""
-    if param.dtype not in _TRAINED:
+    if param.dtype not in TRAINED:
         return param.dtype
     return torch.float32 if wide else precision
 

@@ -8,7 +8,8 @@ moving them by pages (`kernels.Lane.move`) takes whole page-table entries.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,17 @@ class SlabAllocator:
         if self._named is not None:
             self._named(tensor, name)
         return tensor
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Let go of every slab that was allocated in the block if it raises."""
+        before = set(self._slabs)
+        try:
+            yield
+        except BaseException:
+            for name in [name for name in self._slabs if name not in before]:
+                self.release(name)
+            raise
 
     def release(self, name: str) -> None:
         """Unpin one slab and let go of it; its memory goes when the last view of it goes.

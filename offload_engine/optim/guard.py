@@ -81,14 +81,25 @@ class ReadGuard(TorchFunctionMode):
         self._wait = wait
         self._touched = touched
         # Held storages keep their ids: torch has one Python object per memory block as long as somebody holds it.
-        self._storages = [
-            (slab.untyped_storage(), bucket, kind)
-            for bucket in buckets
-            for kind, slab in bucket.slabs.items()
-        ]
-        self._slab_of = {id(storage): (bucket, kind) for storage, bucket, kind in self._storages}
+        self._storages: list[torch.UntypedStorage] = []
+        self._slab_of: dict[int, tuple[Bucket, str]] = {}
+        self.add(buckets)
         self._kinds: dict[Any, int] = dict.fromkeys(_metadata_functions(), _METADATA)
         self._threads: set[int] = set()
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """Guard the slabs of these buckets, too."""
+        for bucket in buckets:
+            for kind, slab in bucket.slabs.items():
+                storage = slab.untyped_storage()
+                self._storages.append(storage)
+                self._slab_of[id(storage)] = bucket, kind
+
+    def forget_retired(self) -> None:
+        """Let go of slabs that their buckets have let go."""
+        kept = {key: (bucket, kind) for key, (bucket, kind) in self._slab_of.items() if kind in bucket.slabs}
+        self._storages = [storage for storage in self._storages if id(storage) in kept]
+        self._slab_of = kept
 
     def install(self) -> None:
         """Guard the calls of this thread, too. Idempotent."""

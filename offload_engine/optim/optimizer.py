@@ -63,6 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             the engine from now until `detach`.
         run_step: does one optimizer step on the gradients that are there.
         wait: waits for the pending update of a bucket.
+        grow: gives parameters of new groups a place for gradients and states.
     """
 
     def __init__(
@@ -72,17 +73,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         buckets: list[Bucket],
         run_step: Callable[[], None],
         wait: Callable[[Bucket], None],
+        grow: Callable[[], None],
     ) -> None:
         check_optimizer(adopted)
         self._registry = registry
         self._buckets = buckets
         self._run_step = run_step
         self._wait = wait
+        self._grow = grow
         self._adopted = adopted
         self._laid_out = [state_keys(group, type(adopted)) for group in adopted.param_groups]
         before = dict(adopted.state)
         super().__init__(adopted.param_groups, adopted.defaults)
         self.param_groups = adopted.param_groups
+        self._counted = self._count()
         for name, hooks in vars(adopted).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(
@@ -147,19 +151,64 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._count() != self._counted:
+            self._take_in_groups()
         self._check_rules(self.param_groups)
         self._run_step()
         self._adopted._opt_called = True  # type: ignore[attr-defined]  # its schedulers look whether a step came first
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups after wrapping: their parameters have no optimizer states in the engine's slabs."""
-        if "_adopted" in self.__dict__ and self.__dict__.get("param_groups") is self._adopted.param_groups:
-            raise UnsupportedError(
-                f"add_param_group was called after wrapping ({len(self.param_groups)} groups). The engine lays out its "
-                f"states at wrapping: add all groups to the torch optimizer first, then wrap."
-            )
-        super().add_param_group(param_group)
+        """Add a group, as torch does; its trainable parameters get states in new buckets, from their first step on.
+
+        Raises:
+            StateError: a parameter is not the model's, or a forward or backward is going on.
+            UnsupportedError: the update does not have one of its settings.
+            DeviceMemoryError, HostMemoryError: there is no room for the states. On any error nothing is changed.
+        """
+        if (
+            "_adopted" not in self.__dict__
+            or self.__dict__.get("param_groups") is not self._adopted.param_groups
+        ):
+            super().add_param_group(param_group)  # while this object is made
+            return
+        adopted, count = self._adopted, len(self.param_groups)
+        try:
+            type(adopted).add_param_group(adopted, param_group)
+            self._take_in_groups()
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+
+    def _count(self) -> tuple[int, int]:
+        return len(self.param_groups), sum(len(group["params"]) for group in self.param_groups)
+
+    def _take_in_groups(self) -> None:
+        """Make places for what groups hold now.
+
+        Raises:
+            UnsupportedError: a group, or a parameter of one, is gone.
+        """
+        groups = self.param_groups
+        held = {id(param): group for group in groups for param in group["params"]}
+        for entry in self._registry.entries:
+            if entry.group is not None and held.get(id(entry.param)) is not entry.group:
+                raise UnsupportedError(
+                    f"parameter '{entry.name}' was taken out of its param group after wrapping. Its states lie with "
+                    f"its group's: put it back and freeze it, or set the group's lr to 0; or close the engine."
+                )
+        check_groups(groups)
+        self._grow()
+        kind = type(self._adopted)
+        self._laid_out.extend(state_keys(group, kind) for group in groups[len(self._laid_out) :])
+        self._counted = self._count()
+
+    def start_anew(self, entries: Sequence[ParameterEntry]) -> None:
+        """Make the states of parameters what they are before their first step; their arrays are zero."""
+        if self._initial:
+            for entry in entries:
+                if entry.group is not None:
+                    self._reset_state(entry)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own format, with copies of the states: they do not change under later steps."""

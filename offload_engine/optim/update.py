@@ -14,6 +14,7 @@ import torch
 
 from offload_engine.buckets import Bucket, ParameterEntry
 from offload_engine.errors import KernelError
+from offload_engine.host import SlabAllocator
 from offload_engine.kernels import Event, Lane
 from offload_engine.optim.device_update import DeviceUpdates, UpdateJob
 from offload_engine.optim.early import EarlyUpdates
@@ -92,6 +93,19 @@ class UpdatePipeline:
         self._spared = frozenset(
             bucket.index for bucket in self._buckets if bucket.spare and bucket.index not in self._on_device
         )
+
+    def arrange_spares(self, spared: Sequence[Bucket], slabs: SlabAllocator) -> None:
+        """Have spare arrays in these buckets alone. Between steps only.
+
+        Raises:
+            HostMemoryError: the host budget does not hold them.
+        """
+        for bucket in self._buckets:
+            if bucket.spare and bucket not in spared:
+                self.early.drop(bucket)
+                bucket.give_back_spare(slabs)
+        for bucket in spared:
+            bucket.take_spare(slabs)
 
     # Ahead of step().
 

@@ -220,7 +220,7 @@ class ActivationStore:
         self._log = log
         self._kept = kept
         self._kept_storages: set[int] = set()
-        self._engine_storages = frozenset(engine_storages)
+        self._engine_storages = set(engine_storages)
         self._pool = HostPool(slabs)
         self._empty = torch.empty(0, device=device.torch_device)
         self.names: frozenset[str] = frozenset()
@@ -250,6 +250,10 @@ class ActivationStore:
         """The largest layer so far: how much is fetched ahead."""
 
     # Modules, in forward.
+
+    def add_storages(self, engine_storages: Iterable[int]) -> None:
+        """Know further device buffers of the engine."""
+        self._engine_storages.update(engine_storages)
 
     def enter(self, name: str, module: nn.Module) -> None:
         """Take over what autograd saves from here until `leave`. Not in a backward: what is recomputed is used at once.

@@ -7,7 +7,7 @@ before parameters are used, updated or saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,17 +49,27 @@ class ExternalChanges:
         self._log = log
         self._buckets = buckets
         self._touched = touched
+        self.on_unfrozen: Callable[[], None] = lambda: None
+        """Called between passes when a parameter without a place for its gradient requires one."""
 
     def sweep(self) -> None:
         """Take over every change made since the last sweep.
 
         Raises:
-            StateError: a parameter has another shape or dtype than at wrapping, or was frozen then and is not now.
+            StateError: a parameter has another shape or dtype than at wrapping.
+            UnsupportedError, DeviceMemoryError, HostMemoryError: one was frozen then, and cannot be trained now.
         """
         self.take_touched()
         for entry in self._registry.entries:
             if entry.uses == 0:
-                self.check(entry)
+                self._check_values(entry)
+        if self.has_unfrozen(self._registry.entries):
+            self.on_unfrozen()
+
+    @staticmethod
+    def has_unfrozen(entries: Sequence[ParameterEntry]) -> bool:
+        """Whether one of them requires a gradient and has no place for it."""
+        return any(entry.param.requires_grad and not entry.trainable for entry in entries)
 
     def take_touched(self) -> None:
         """Take over what was written through aliases of working copies."""
@@ -72,13 +82,29 @@ class ExternalChanges:
             bucket.kept_working = None
 
     def forget(self) -> None:
-        """Drop what was noted of working copies: other values have taken their place."""
+        """Drop gradients, and what was noted or assigned to parameters: other values have taken their place."""
         self._touched.values.clear()
         for bucket in self._buckets:
             bucket.kept_working = None
+        for entry in self._registry.entries:
+            entry.param.grad = None
+            if entry.param.data_ptr() != entry.host_address:
+                entry.param.data = entry.host_view
 
     def check(self, entry: ParameterEntry) -> None:
-        """Take over what was done to one parameter that no unit uses now."""
+        """Take over what was done to one parameter that a unit is about to use.
+
+        Raises:
+            StateError: it was unfrozen since the pass began, or has another shape or dtype.
+        """
+        self._check_values(entry)
+        if entry.param.requires_grad and not entry.trainable:
+            raise StateError(
+                f"parameter '{entry.name}' was frozen when this forward began and requires a gradient now. Freeze and "
+                f"unfreeze between passes: then the engine makes room for its gradient and states."
+            )
+
+    def _check_values(self, entry: ParameterEntry) -> None:
         param = entry.param
         if (
             (param.data_ptr() != entry.host_address and entry.span_numel)
@@ -88,12 +114,6 @@ class ExternalChanges:
             self._adopt(entry)
         elif param._version != entry.seen_version:
             self.written(entry, entry.host_view)
-        if param.requires_grad and not entry.trainable:
-            raise StateError(
-                f"parameter '{entry.name}' was frozen when it was wrapped and requires a gradient now. It has no "
-                f"gradient or optimizer states in the engine: call engine.close(), unfreeze it, and wrap anew (or "
-                f"wrap with it trainable, and freeze it afterwards)."
-            )
 
     def point_at_host(self, entry: ParameterEntry) -> None:
         """Make the parameter the host working copy again, with what was written or assigned while on the device.

@@ -97,6 +97,13 @@ class GradientStore:
         """Sum squares as gradients land, under backward; otherwise only when somebody asks for the norm."""
         self.square_sums = SquareSums(registry.entries, buckets)
 
+    def follow_layout(self) -> None:
+        """Take in parameters that have come to other buckets. Nothing is landing."""
+        self.square_sums = SquareSums(self._registry.entries, self._buckets)
+        for entry in self._registry.entries:
+            entry.norm_valid = False
+        self._staging.grow(self._buckets)
+
     # From autograd.
 
     def before_accumulate(self, entry: ParameterEntry) -> None:

@@ -110,6 +110,9 @@ class Streamer:
         self._in_use: _Frame = ()
         self._unit_buckets: dict[int, list[Bucket]] = {}
         self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+        """Parameters whose gradients are taken."""
+        self._has_old_buckets = False
         self._buffer_keys = {id(bucket.buffer.storage) for bucket in buckets}
         # First, and so inside the others: who enters the model can tell what an interrupt has left behind.
         for name, module in offloadable.items():
@@ -123,9 +126,8 @@ class Streamer:
         units = {id(unit.module): unit for unit in self._registry.units}
         root = units.pop(id(model), None) or Unit("model", model, [], [])
         self._hook(model, lambda: self._enter_root(root), lambda output: self._exit_root(root, output))
-        for unit in (root, *units.values()):
-            indices = dict.fromkeys(entry.bucket_index for entry in unit.entries)
-            self._unit_buckets[id(unit)] = [self._buckets[index] for index in indices]
+        self._all_units = (root, *units.values())
+        self._find_buckets()
         for unit in units.values():
             self._hook(unit.module, partial(self._enter, unit), partial(self._exit, unit))
 
@@ -138,9 +140,31 @@ class Streamer:
     def _leave_offloaded(self, module: nn.Module, _: Any) -> None:
         self._activations.leave(module)
 
+    def _find_buckets(self) -> None:
+        for unit in self._all_units:
+            indices = dict.fromkeys(entry.bucket_index for entry in unit.entries)
+            self._unit_buckets[id(unit)] = [self._buckets[index] for index in indices]
+
+    def follow_layout(self, new: Sequence[Bucket]) -> None:
+        """Take in buckets to which parameters have moved. No pass is going on.
+
+        Until `end_step`, units hold those that they had before, too: a graph made then reads them in its backward.
+        """
+        storages = {id(bucket.buffer.storage) for bucket in new}
+        self._buffer_keys |= storages
+        self._activations.add_storages(storages)
+        before = dict(self._unit_buckets)
+        self._find_buckets()
+        for key, kept in before.items():
+            found = self._unit_buckets[key]
+            found.extend(bucket for bucket in kept if bucket not in found)
+        self._has_old_buckets = True
+        self._hook_parameters()
+
     def _hook_parameters(self) -> None:
         for entry in self._registry.entries:
-            if entry.trainable:
+            if entry.trainable and entry.index not in self._hooked:
+                self._hooked.add(entry.index)
                 before = self._gradient_hook(self._gradients.before_accumulate, entry)
                 after = self._gradient_hook(self._gradients.after_accumulate, entry)
                 self._handles.append(entry.param.register_hook(before))
@@ -259,7 +283,8 @@ class Streamer:
             self._recompute_stack.append(unit)
             self._use_in_backward(self._backward_frame)
             return
-        if not self._pass_kind:
+        alone = not self._stack and self._root_depth == 0
+        if not self._pass_kind or (alone and self._external.has_unfrozen(unit.entries)):
             # A part of the model is called without the whole: there is no telling where the pass ends.
             self.settle()
             self._external.sweep()
@@ -342,6 +367,9 @@ class Streamer:
         """Let go of what the step's graphs needed: an update is about to make them invalid."""
         self._unhold_buckets(list(self._pinned.values()))
         self._pinned.clear()
+        if self._has_old_buckets:
+            self._has_old_buckets = False
+            self._find_buckets()
 
     def _hold(self, unit: Unit) -> None:
         buckets = self._unit_buckets[id(unit)]

@@ -30,6 +30,10 @@ class UseOrder:
         self.learning = True
         """Off: uses leave the prediction where it is. For micro-batches that follow another one block by block."""
 
+    def add(self, bucket: int) -> None:
+        """Expect a new bucket in passes to come; their recorded order has it from the next one on."""
+        self._registration.append(bucket)
+
     def begin(self, kind: str) -> None:
         """Start a pass of a kind ("forward", "eval", "backward"); an unfinished one before it is finished."""
         self.end()

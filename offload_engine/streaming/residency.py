@@ -13,6 +13,7 @@ from contextlib import suppress
 from offload_engine.buckets import Bucket, Residency
 from offload_engine.device import Device
 from offload_engine.errors import KernelError, StateError
+from offload_engine.host import SlabAllocator
 from offload_engine.plan import StepPlan
 from offload_engine.streaming.lanelog import LaneLog
 from offload_engine.timeline import CAUSE_FETCH, CAUSE_MEMORY, CAUSE_UPDATE, H2D
@@ -51,8 +52,20 @@ class ResidencyManager:
         self.prefetches_without_room = 0
         """Times that looking ahead ended because the device had no room."""
         self.evictions = 0
+        self._retiring: list[Bucket] = []
+        """Buckets without parameters, which graphs of the step in progress may still read."""
         for bucket in buckets:
-            device.watch_buffer(bucket.buffer, functools.partial(self.require, bucket))
+            self.watch(bucket)
+
+    def follow_layout(self, new: Sequence[Bucket]) -> None:
+        """Take in buckets that have come to the list, and remember which ones they have emptied."""
+        for bucket in new:
+            self.watch(bucket)
+        self._retiring = [bucket for bucket in self._buckets if not bucket.entries and bucket.slabs]
+
+    def watch(self, bucket: Bucket) -> None:
+        """Have a bucket fetched again by operators that read it while it is away, where the device sees them."""
+        self._device.watch_buffer(bucket.buffer, functools.partial(self.require, bucket))
 
     # Fetch.
 
@@ -75,6 +88,11 @@ class ResidencyManager:
                 raise StateError(
                     f"bucket {bucket.name} is needed again in a backward that has already updated it: something reads "
                     f'a parameter after its gradient is complete. Use gradients = "keep".'
+                )
+            if not bucket.slabs:
+                raise StateError(
+                    f"a graph from before the last step reads bucket {bucket.name}, whose parameters were unfrozen "
+                    f"since. Run the forward again after step()."
                 )
             self._make_room(bucket)
             self._start_fetch(bucket)
@@ -141,6 +159,8 @@ class ResidencyManager:
         ahead = 0
         for index in upcoming:
             bucket = self._buckets[index]
+            if not bucket.entries:
+                continue  # they have moved
             ahead += bucket.nbytes
             if ahead > self.plan.lookahead_bytes:
                 break
@@ -270,6 +290,17 @@ class ResidencyManager:
             ):
                 self.evict(bucket)
         self._log.reap()
+
+    def retire(self, slabs: SlabAllocator, then: Callable[[], None]) -> None:
+        """Let go of the buckets that have lost all parameters, and tell `then`. At a step boundary."""
+        if not self._retiring:
+            return
+        while self._retiring:
+            bucket = self._retiring.pop()
+            bucket.uses = 0
+            self.evict(bucket)
+            bucket.retire(slabs)
+        then()
 
     def end_step(self) -> None:
         """Take this step's largest use by activations and gradients as what to expect of the next."""

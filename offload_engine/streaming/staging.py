@@ -46,6 +46,15 @@ class Staging:
             self._allocate(pinned=True)
             self._settled = True
 
+    def grow(self, buckets: Sequence[Bucket]) -> None:
+        """Have room for the largest of these, too. At a step boundary, when nothing lands."""
+        largest = max((b.nbytes for b in buckets if b.layout.dtype is torch.float32), default=0)
+        if largest > self._nbytes:
+            self._nbytes = largest
+            self._settled = False
+            self._readers = [None, None]
+            self._give_back()  # taken again when a further micro-batch comes
+
     def take(self, bucket: Bucket) -> tuple[torch.Tensor, Event | None]:
         """Return (the next slab in the bucket's size, the event that its last reader ends)."""
         if not self._places:
