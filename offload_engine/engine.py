@@ -25,7 +25,7 @@ from offload_engine.buckets import (
     discover,
     plan_layout,
 )
-from offload_engine.buckets.owners import give_up, refuse_wrapped, take_over
+from offload_engine.buckets.owners import Owner, give_up, refuse_wrapped, take_over
 from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import save_state
 from offload_engine.checkpoint.values import whole_values
@@ -72,7 +72,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _no_modes = torch._C.DisableTorchFunction
 
 
-class OffloadEngine:
+class OffloadEngine(Owner):
     """Trains a model whose states live in host memory, with the same numbers as without.
 
     The model's parameter objects, hooks and structure stay as they are. Between steps every `p.data` is the host
@@ -264,18 +264,18 @@ class OffloadEngine:
 
     def _grow(self) -> None:
         """Give parameters that were unfrozen or got a param group a place for their gradients and states."""
-        found = newcomers(self._registry, self.optimizer.param_groups)
+        self._check_open()
+        groups = self.optimizer.param_groups
+        found = newcomers(self._registry, groups)
         if not found:
             return
         with _no_modes():
             self._streamer.settle()
             self._end_work("a parameter was unfrozen, or a param group added,")
             self._gradients.settle()
-            groups, kind = self.optimizer.param_groups, self._kind
             rooms = self._registry, self._buckets, self._slabs, self.device
-            new, plan = grow(found, groups, kind, self.config, *rooms, self.plan, self._check_plan)
-            for bucket in new:
-                self._order.add(bucket.index)
+            new, plan = grow(found, groups, self._kind, self.config, *rooms, self.plan, self._check_plan)
+            self._order.add(bucket.index for bucket in new)
             self._residency.follow_layout(new)
             self._gradients.follow_layout()
             self._streamer.follow_layout(new)
@@ -565,7 +565,7 @@ class OffloadEngine:
         """
         if self._closed:
             return
-        self._external.on_unfrozen = lambda: None
+        self._external.closing = True
         for finish in (
             self.synchronize,
             self._external.sweep,

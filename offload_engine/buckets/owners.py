@@ -7,10 +7,20 @@ import weakref
 from offload_engine.buckets.registry import Registry
 from offload_engine.errors import StateError
 
-__all__ = ["give_up", "refuse_wrapped", "take_over"]
+__all__ = ["Owner", "give_up", "refuse_wrapped", "take_over"]
 
 _owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 """Id of a parameter -> the open engine that has it."""
+
+
+class Owner:
+    """One of a kind: what has a model's parameters is not copied or pickled."""
+
+    def __reduce__(self) -> str:
+        raise StateError(
+            f"an {type(self).__name__} has threads, hooks and host memory, and cannot be copied or pickled. Copy "
+            f"engine.module, a plain model then; or engine.save(path) and engine.load(path)."
+        )
 
 
 def refuse_wrapped(registry: Registry) -> None:

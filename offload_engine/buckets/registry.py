@@ -7,7 +7,7 @@ parameters or modules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,14 +128,38 @@ class Unit:
 class Registry:
     """All parameters and units of one wrapped model, in registration order."""
 
-    def __init__(self, entries: list[ParameterEntry], units: list[Unit]) -> None:
+    def __init__(
+        self,
+        entries: list[ParameterEntry],
+        units: list[Unit],
+        modules: Iterable[tuple[str, nn.Module]] = (),
+    ) -> None:
         self.entries = entries
         self.units = units
         self.by_param = {id(entry.param): entry for entry in entries}
+        self._shape_of_model = [(name, module, _held(module)) for name, module in modules]
 
     def of(self, param: nn.Parameter) -> ParameterEntry | None:
         """Return the entry of a parameter object, or None for one that the model does not hold."""
         return self.by_param.get(id(param))
+
+    def check_additions(self) -> None:
+        """Raise if the model has got parameters since wrapping.
+
+        Raises:
+            StateError: names the first one and the remedy.
+        """
+        for name, module, held in self._shape_of_model:
+            if _held(module) == held:
+                continue
+            known = {name for entry in self.entries for name in entry.names}
+            for inner, param in module.named_parameters(prefix=name):
+                # One in another's place is told where it is used, by `check_slots`.
+                if id(param) not in self.by_param and inner not in known:
+                    raise StateError(
+                        f"parameter '{inner}' (shape {tuple(param.shape)}) came to the model after wrapping. The "
+                        f"engine would neither fetch nor update it. Call engine.close(), then wrap the changed model."
+                    )
 
     def check_slots(self, unit: Unit) -> None:
         """Raise if a parameter of `unit` was replaced or changed its shape since wrapping.
@@ -161,6 +185,12 @@ class Registry:
                     f"parameter '{entry.name}' (shape {tuple(entry.shape)}) was {found} after wrapping. The engine "
                     f"keeps the old one. Call engine.close(), change the model, and wrap it anew."
                 )
+
+
+def _held(module: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the names of a module's parameters and the identities of its children."""
+    names = tuple(name for name, param in module._parameters.items() if param is not None)
+    return names, tuple(map(id, module._modules.values()))
 
 
 def _first_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...]]]:
@@ -253,6 +283,11 @@ def _check_storages(entries: list[ParameterEntry]) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"the model is a {type(model).__module__}.{type(model).__qualname__}; an nn.Module is needed: "
+            f"OffloadEngine(model, optimizer)."
+        )
     for name, module in model.named_modules():
         what = f"module '{name}'" if name else "the model"
         if isinstance(module, _SPREADING):
@@ -365,4 +400,4 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
                     f"shape {tuple(param.shape)} that the model does not have. Build the optimizer from "
                     f"model.parameters(), or wrap a module that contains all of them."
                 )
-    return Registry(entries, _find_units(model, by_param))
+    return Registry(entries, _find_units(model, by_param), model.named_modules())

@@ -49,6 +49,8 @@ class ExternalChanges:
         self._log = log
         self._buckets = buckets
         self._touched = touched
+        self.closing = False
+        """The engine is being closed: the model may have what it likes."""
         self.on_unfrozen: Callable[[], None] = lambda: None
         """Called between passes when a parameter without a place for its gradient requires one."""
 
@@ -56,14 +58,16 @@ class ExternalChanges:
         """Take over every change made since the last sweep.
 
         Raises:
-            StateError: a parameter has another shape or dtype than at wrapping.
+            StateError: a parameter has another shape or dtype than at wrapping, or is new.
             UnsupportedError, DeviceMemoryError, HostMemoryError: one was frozen then, and cannot be trained now.
         """
+        if not self.closing:
+            self._registry.check_additions()
         self.take_touched()
         for entry in self._registry.entries:
             if entry.uses == 0:
                 self._check_values(entry)
-        if self.has_unfrozen(self._registry.entries):
+        if not self.closing and self.has_unfrozen(self._registry.entries):
             self.on_unfrozen()
 
     @staticmethod

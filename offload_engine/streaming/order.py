@@ -5,7 +5,7 @@ Called by the streamer at every use of a bucket; read by prefetch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["UseOrder"]
 
@@ -30,9 +30,9 @@ class UseOrder:
         self.learning = True
         """Off: uses leave the prediction where it is. For micro-batches that follow another one block by block."""
 
-    def add(self, bucket: int) -> None:
-        """Expect a new bucket in passes to come; their recorded order has it from the next one on."""
-        self._registration.append(bucket)
+    def add(self, buckets: Iterable[int]) -> None:
+        """Expect new buckets in passes to come; the recorded order has them from the next pass on."""
+        self._registration.extend(buckets)
 
     def begin(self, kind: str) -> None:
         """Start a pass of a kind ("forward", "eval", "backward"); an unfinished one before it is finished."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -314,3 +315,166 @@ def test_a_checkpoint_of_what_has_grown(tmp_path: Any) -> None:
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(ours, theirs)
     assert optimizer.state[model[0].weight]["step"] == 3  # its own from now on
+
+
+# Loops as they are written elsewhere.
+
+
+def normed() -> nn.Sequential:
+    model = layers()
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.spectral_norm(model[2])
+    nn.utils.parametrizations.orthogonal(model[4])
+    return model
+
+
+def with_no_sync(net: Net, step: int) -> None:
+    for micro in range(3):
+        context = net.engine.no_sync() if net.engine is not None and micro < 2 else nullcontext()
+        with context:
+            net.backward(net(data(step, micro, 5, 15)).square().mean() / 3)
+    net.step()
+    net.optimizer.zero_grad()
+
+
+def with_value_clipping(net: Net, step: int) -> None:
+    net.backward(net(data(step, 0, 5, 15)).square().mean())
+    nn.utils.clip_grad_value_(net.model.parameters(), 1e-3)
+    net.step()
+    net.optimizer.zero_grad()
+
+
+def with_a_regulariser(net: Net, step: int) -> None:
+    loss = net(data(step, 0, 5, 15)).square().mean()
+    net.backward(loss + 0.01 * sum(p.square().sum() for p in net.model.parameters()))
+    net.step()
+    net.optimizer.zero_grad()
+
+
+def with_a_scaler(net: Net, step: int) -> None:
+    """torch's own, over an fp32 engine: a power of two in, the same power out."""
+    if not hasattr(net, "scaler"):
+        net.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # type: ignore[attr-defined]
+    net.scaler.scale(net(data(step, 0, 5, 15)).square().mean()).backward()
+    net.scaler.unscale_(net.optimizer)
+    nn.utils.clip_grad_norm_(net.model.parameters(), 0.1)
+    if net.engine is not None:
+        net.scaler.step(net.optimizer)
+        net.scaler.update()
+    else:
+        net.step()
+        net.scaler._per_optimizer_states.clear()
+    net.optimizer.zero_grad()
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    "weight, spectral and orthogonal norm": (normed, train_step),
+    "no_sync": (layers, with_no_sync),
+    "clip_grad_value_": (layers, with_value_clipping),
+    "regulariser": (layers, with_a_regulariser),
+    "GradScaler": (layers, with_a_scaler),
+}
+
+
+@pytest.mark.parametrize("config", TIMINGS[:2], ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str, config: dict[str, Any]) -> None:
+    build, loop = LOOPS[name]
+    both(build, lambda m: OPTIMIZERS["adamw"](m.parameters()), loop, 5, **config).close()
+
+
+def test_a_scaler_under_fp16_is_refused() -> None:
+    model = layers()
+    engine = oe.OffloadEngine(model, adamw_of(0)(model), oe.EngineConfig(**SMALL, precision="fp16"))
+    with engine, pytest.raises(oe.StateError, match="leave a GradScaler of your own out"):
+        torch.amp.GradScaler("cpu").scale(engine(data(0, 0, 5, 15)).float().sum()).backward()
+
+
+Wrap = Callable[[nn.Module], tuple[Any, torch.optim.Optimizer]]
+
+
+def plain(model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def wrapped(model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return oe.OffloadEngine(model, optimizer, oe.EngineConfig(**SMALL)), optimizer
+
+
+def closing(*engines: Any) -> None:
+    for engine in engines:
+        if isinstance(engine, oe.OffloadEngine):
+            engine.close()
+
+
+def adversaries(wrap: Wrap) -> list[torch.Tensor]:
+    """A generator and a critic, each frozen while the other learns, as GANs are trained."""
+    torch.manual_seed(4)
+    making, judging = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 15)), layers()
+    (maker, making_step), (judge, judging_step) = wrap(making), wrap(judging)
+    for step in range(4):
+        judging.requires_grad_(True)
+        judging_step.zero_grad()
+        made = maker(data(step, 0, 5, 7)).detach()
+        (judge(made).mean() - judge(data(step, 1, 5, 15)).mean()).backward()
+        judging_step.step()
+        judging.requires_grad_(False)
+        making_step.zero_grad()
+        (-judge(maker(data(step, 2, 5, 7))).mean()).backward()
+        making_step.step()
+    found = [p.detach().clone() for model in (making, judging) for p in model.parameters()]
+    closing(maker, judge)
+    return found
+
+
+def distillation(wrap: Wrap) -> list[torch.Tensor]:
+    """A frozen teacher in an engine of its own beside its student; an average of the student follows it."""
+    torch.manual_seed(4)
+    teaching, learning = layers().requires_grad_(False), nn.Sequential(nn.Linear(15, 9), nn.Linear(9, 1))
+    (teacher, _), (student, optimizer) = wrap(teaching), wrap(learning)
+    mean = torch.optim.swa_utils.AveragedModel(
+        learning, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    for step in range(4):
+        x = data(step, 0, 5, 15)
+        with torch.no_grad():
+            target = teacher(x)
+        optimizer.zero_grad()
+        (student(x) - target).square().mean().backward()
+        optimizer.step()
+        mean.update_parameters(learning)
+    mean(data(0, 0, 5, 15))
+    found = [p.detach().clone() for model in (learning, mean) for p in model.parameters()]
+    closing(teacher, student)
+    return found
+
+
+@pytest.mark.parametrize("train", [adversaries, distillation])
+def test_several_models(train: Callable[[Wrap], list[torch.Tensor]]) -> None:
+    for ours, theirs in zip(train(wrapped), train(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_with_a_closure() -> None:
+    def train(wrap: Wrap) -> tuple[list[float], list[torch.Tensor]]:
+        model = layers()
+        net, optimizer = wrap(model)
+        losses = []
+        for step in range(4):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = net(data(step, 0, 5, 15)).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        values = [p.detach().clone() for p in model.parameters()]
+        closing(net)
+        return losses, values
+
+    (ours, values), (theirs, expected) = train(wrapped), train(plain)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    for value, right in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-6)
