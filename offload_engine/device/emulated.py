@@ -132,12 +132,13 @@ class EmulatedDevice(Device):
     def _out_of_memory(self, nbytes: int, name: object) -> str:
         message = self.memory_message(nbytes, name if isinstance(name, str) else f"the output of {name}")
         if self._ledger is not None:
-            activations = self._ledger.live_bytes()
+            activations, needed = self._ledger.live_bytes(), self._used + nbytes
+            same = format_bytes(needed) == format_bytes(self.budget_bytes or 0)  # both rounded
             message += (
                 f" In use: {format_bytes(activations)} of activations and gradients (largest: "
                 f"{', '.join(self._ledger.largest()) or 'none'}), {format_bytes(self._used - activations)} of "
                 f"parameters. Use a smaller micro-batch, activation checkpointing, smaller buckets (bucket_bytes), "
-                f"or raise device_memory to at least {format_bytes(self._used + nbytes)}."
+                f"or raise device_memory to at least {f'{needed} bytes' if same else format_bytes(needed)}."
             )
         return message
 

@@ -14,8 +14,6 @@ from tests.parity.harness import one_compute_thread
 __all__ = ["one_compute_thread"]
 
 REFUSED = {
-    "unfreezing what was frozen at wrapping": "frozen when it was wrapped.*wrap anew",
-    "optimizer.add_param_group while training": "add all groups to the torch optimizer first",
     "torch.func.functional_call with values of one's own": r"copy\.deepcopy\(model\)",
     "complex parameters": "torch.complex64; supported are float32",
     "sparse gradients (nn.Embedding(sparse=True))": "Set sparse=False",

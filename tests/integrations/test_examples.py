@@ -1,0 +1,83 @@
+"""The scripts of examples/, run as a user runs them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(script: str, *arguments: str, folder: Path) -> str:
+    """Return what an example prints, in a folder of its own."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"^step \d+: loss (\S+)$", text, re.MULTILINE)
+
+
+def test_the_own_loop_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
+    plain, ours = (
+        run(script, "--steps", "4", folder=tmp_path) for script in ("plain_loop.py", "own_loop.py")
+    )
+    assert len(losses(plain)) == 4
+    assert losses(ours) == losses(plain)
+    assert "Lane h2d was busy" in ours
+
+
+def test_wrapping_costs_at_most_five_lines() -> None:
+    """Lines of code that are new, other or gone; without docstring and blank lines."""
+
+    def code(script: str) -> list[str]:
+        text = (EXAMPLES / script).read_text("utf-8").split('"""', 2)[2]
+        return [line for line in text.splitlines() if line.strip()]
+
+    changes = list(difflib.ndiff(code("plain_loop.py"), code("own_loop.py")))
+    added = [line for line in changes if line.startswith("+ ")]
+    gone = [line for line in changes if line.startswith("- ")]
+    assert 0 < len(added) + len(gone) - 1 <= 5, "\n".join(
+        added + gone
+    )  # a changed line is one gone and one added
+    assert any("OffloadEngine(" in line for line in added)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers (make setup-hf)")
+def test_the_trainer(tmp_path: Path) -> None:
+    text = run("trainer.py", "--steps", "6", folder=tmp_path)
+    assert "6 steps in" in text
+    for name in ("model.safetensors", "config.json", "timeline.json"):
+        assert (tmp_path / "runs/trainer" / name).is_file(), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not importlib.util.find_spec("peft"), reason="needs transformers and peft (make setup-hf)"
+)
+def test_lora(tmp_path: Path) -> None:
+    text = run("lora.py", "--steps", "3", folder=tmp_path)
+    assert len(losses(text)) == 3
+    trained, total, states = map(
+        int, re.search(r"(\d+) of (\d+) parameters trained; (\d+) bytes", text).groups()
+    )
+    # 16 bytes for what is trained, 4 for what is frozen, and the padding of small arrays.
+    assert 16 * trained + 4 * (total - trained) <= states < 1.05 * (16 * trained + 4 * (total - trained))
+    assert (tmp_path / "runs/lora/adapter_model.safetensors").is_file()
