@@ -1,4 +1,9 @@
-"""Reports from users of other projects, each as its smallest scenario with the values that are right (one rank)."""
+"""Reports from users of other projects, each as its smallest scenario with the values that are right (one rank).
+
+Those about the host (U45, U51, U55, U61, U65) are in `test_user_reports_host`; U53, a build that fails, is in
+`tests/unit/test_build`. Waiting for several ranks: U09, U15, U21, U33, U41, U49, and the second rank of U35, U45, U55
+and U65. Waiting for the memory estimate: U63.
+"""
 
 from __future__ import annotations
 
