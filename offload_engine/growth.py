@@ -2,7 +2,9 @@
 
 Called by the engine between passes. A parameter that needs a gradient or states, and has no place for them, moves from
 its bucket into a new one; all others stay where they are. Invariant: budgets are checked, and all memory is taken,
-before anything changes; on an error everything is as it was.
+before anything changes; on an error everything is as it was. Views of `p.data` that were taken before such a move keep
+the values of that time. In bf16 the master of a parameter that was frozen starts from the rounded value: a frozen
+parameter has its working copy alone.
 """
 
 from __future__ import annotations

@@ -153,9 +153,7 @@ def test_u55_a_launchers_thread_default_is_not_the_updates() -> None:
         return found.stdout
 
     threads, _ = bound_threads(oe.ThreadsConfig(), list)
-    assert f"update {threads.update}," in words(
-        0
-    ) and f"{len(os.sched_getaffinity(0))} usable cores" in words(0)
+    assert f"update {threads.update}," in words(0)
     assert "update 3," in words(3)
 
 
