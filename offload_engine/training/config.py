@@ -123,18 +123,22 @@ class HuggingFaceConfig:
 class DataConfig:
     """[data]: the text, and how it becomes tokens."""
 
-    kind: Literal["python_docs", "file"] = "python_docs"
-    """"python_docs": the language reference that Python brings along (`pydoc_data.topics`). "file": `path`."""
+    kind: Literal["python_docs", "file", "jsonl"] = "python_docs"
+    """"python_docs": the language reference that Python brings along (`pydoc_data.topics`). "file": the text in `path`.
+    "jsonl": one JSON object per line in `path`, whose `field` is a text or, with the model's tokenizer, the list of
+    messages of a chat."""
     path: str = ""
-    """The text file, in UTF-8, for kind = "file"."""
+    """The file, in UTF-8, for kinds "file" and "jsonl"."""
+    field: str = "text"
+    """Where the text of a line is, for kind = "jsonl": "text", "messages"."""
     tokenizer: Literal["bytes", "model"] = "bytes"
     """"bytes": a token is a byte. "model": the tokenizer that came with the model."""
     heldout_share: float = 0.1
     """Share of the text, at its end, that is never trained on."""
 
     def __post_init__(self) -> None:
-        if (self.kind == "file") != bool(self.path):
-            raise ConfigError("data.path is needed with data.kind = 'file', and only then.")
+        if (self.kind in ("file", "jsonl")) != bool(self.path):
+            raise ConfigError("data.path is needed with data.kind = 'file' or 'jsonl', and only then.")
         if not 0 < self.heldout_share < 1:
             raise ConfigError(f"data.heldout_share is {self.heldout_share}; it must lie between 0 and 1.")
 

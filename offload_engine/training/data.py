@@ -5,6 +5,7 @@ The invariant: a batch is a pure function of seed, step and micro-batch index, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,20 +29,55 @@ class Batch:
     targets_BT: Tensor
 
 
-def read_text(config: DataConfig) -> str:
+def read_text(config: DataConfig, tokenizer: Tokenizer) -> str:
     """Return the whole text of a [data] section, always in the same order.
 
+    Args:
+        tokenizer: writes the messages of a chat as text, and what stands between the texts of a JSON Lines file.
+
     Raises:
-        ConfigError: the file is missing, or is not UTF-8 text.
+        ConfigError: the file is missing, is not UTF-8 text, or a line of it is not what it should be.
     """
     if config.kind == "python_docs":
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics[name] for name in sorted(topics))
     try:
-        return Path(config.path).read_text(encoding="utf-8")
+        text = Path(config.path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.path: {config.path!r} cannot be read as UTF-8 text: {error}.") from None
+    if config.kind == "file":
+        return text
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return "".join(_text_of(config, tokenizer, number, line) + tokenizer.separator for number, line in lines)
+
+
+def _text_of(config: DataConfig, tokenizer: Tokenizer, number: int, line: str) -> str:
+    """Return the text of one line of a JSON Lines file."""
+    where = f"data.path: line {number} of {config.path!r}"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is no JSON: {error}. With data.kind = 'file' it is read as plain text."
+        ) from None
+    if not isinstance(row, dict) or config.field not in row:
+        found = (
+            f"has the fields {', '.join(map(repr, row))}"
+            if isinstance(row, dict)
+            else f"is a {type(row).__name__}"
+        )
+        raise ConfigError(
+            f"{where} {found}; data.field is {config.field!r}. Name the field that holds the text."
+        )
+    value = row[config.field]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return tokenizer.chat_text(value, where)
+    raise ConfigError(
+        f"{where}: {config.field!r} is a {type(value).__name__}; a text or a list of chat messages is needed."
+    )
 
 
 class TextData:
@@ -52,7 +88,7 @@ class TextData:
     """
 
     def __init__(self, data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, seed: int) -> None:
-        text = read_text(data)
+        text = read_text(data, tokenizer)
         # Cut at a character, so that the split is the same text for every tokenizer.
         cut = len(text) - round(len(text) * data.heldout_share)
         self.train_tokens = _encode(tokenizer, text[:cut])

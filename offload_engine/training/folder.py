@@ -24,6 +24,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "timeline.json"
         self.sample = path / "sample.txt"
+        self.model = path / "model"
+        """A model of transformers after training, for `from_pretrained`."""
 
     def has_checkpoint(self) -> bool:
         """Return whether a whole checkpoint is here, also after a crash in the middle of writing one."""
@@ -52,5 +54,6 @@ class RunFolder:
         """Remove what an earlier run of the same name left, so that no files of two runs lie side by side."""
         for file in (self.config, self.summary, self.metrics, self.timeline, self.sample):
             file.unlink(missing_ok=True)
+        shutil.rmtree(self.model, ignore_errors=True)
         for checkpoint in (self.checkpoint, *self.path.glob(f".{self.checkpoint.name}.*")):
             shutil.rmtree(checkpoint, ignore_errors=True)

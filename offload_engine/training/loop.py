@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload_engine.checkpoint.format import read_json, write_json
 from offload_engine.errors import CheckpointError, ConfigError, NonFiniteError
-from offload_engine.training.config import JobConfig
+from offload_engine.training.config import HuggingFaceConfig, JobConfig
 from offload_engine.training.data import TextData
 from offload_engine.training.folder import RunFolder
 from offload_engine.training.interrupt import Interrupt
@@ -198,6 +198,15 @@ class Job:
         write_text_atomic(self.folder.sample, text + "\n")
         return text
 
+    def write_model(self) -> bool:
+        """Write a model of transformers and its tokenizer for `from_pretrained`; return False for other models."""
+        if not isinstance(self.config.model, HuggingFaceConfig):
+            return False
+        from offload_engine.training.models import huggingface
+
+        huggingface.save(self.trainer.module, self.tokenizer, self.folder.model)
+        return True
+
     def write_summary(self, outcome: str) -> dict[str, Any]:
         """Write summary.json and timeline.json; return the summary."""
         config, state = self.config, self.state
@@ -306,6 +315,8 @@ def _run(job: Job, stop_after: int | None) -> Outcome:
             progress.note(line)
         if outcome is Outcome.FINISHED and job.config.train.sample_bytes:
             progress.note(f"a sample:\n\n{job.write_sample()}\n")
+        if outcome is Outcome.FINISHED and job.write_model():
+            progress.note(f"for from_pretrained: {folder.model}/")
         progress.note(f"written to {folder.path}/")
         return outcome
 

@@ -60,14 +60,14 @@ class PlainTrainer:
         timeline: bool = True,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.model = model.to(self.device)
+        self.module = model.to(self.device)
         self.optimizer = optimizer
         self.timeline = Timeline(time.perf_counter_ns, enabled=timeline)
         self.max_grad_norm = max_grad_norm
         self._norm: float | None = None  # of the present gradients, once somebody asked
         self.steps = 0
         # Name, what the model computes with, what the optimizer updates: the same tensor in fp32.
-        self._working = dict(self.model.named_parameters())
+        self._working = dict(self.module.named_parameters())
         self._masters: dict[str, nn.Parameter] = self._working
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
@@ -122,7 +122,7 @@ class PlainTrainer:
         """Move the inputs to the device and run the model's forward."""
         phase = "FORWARD" if torch.is_grad_enabled() else "EVAL"
         args = tuple(a.to(self.device) if isinstance(a, Tensor) else a for a in args)
-        return self._timed(phase, lambda: self.model(*args, **kwargs))
+        return self._timed(phase, lambda: self.module(*args, **kwargs))
 
     def backward(self, loss: Tensor) -> None:
         """Run backward; the gradients of this micro-batch are added to the masters' in fp32."""
@@ -198,11 +198,11 @@ class PlainTrainer:
 
     def train(self) -> None:
         """Put the model's modules in training mode."""
-        self.model.train()
+        self.module.train()
 
     def eval(self) -> None:
         """Put the model's modules in evaluation mode."""
-        self.model.eval()
+        self.module.eval()
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write masters, moments, step counters, group settings, generators and `extra`, whole or not at all."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from offload_engine.errors import ConfigError
 
 __all__ = ["ByteTokenizer", "ModelTokenizer", "Tokenizer"]
 
@@ -14,8 +17,18 @@ class Tokenizer(Protocol):
     unit: str
     """What a token is called: "byte" or "token"."""
 
+    separator: str
+    """What stands after each text of several."""
+
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of a text, without special tokens."""
+
+    def chat_text(self, messages: list[Any], where: str) -> str:
+        """Return the messages of a chat as the text that the model knows.
+
+        Raises:
+            ConfigError: it starts with `where`: there is no chat template, or the messages do not fit it.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids; what is not valid text becomes U+FFFD."""
@@ -25,6 +38,14 @@ class ByteTokenizer:
     """One token per UTF-8 byte."""
 
     unit = "byte"
+    separator = "\n\n"
+
+    def chat_text(self, messages: list[Any], where: str) -> str:
+        """Refuse: bytes have no chat template."""
+        raise ConfigError(
+            f"{where} is a list of chat messages, which bytes have no template for. Use data.tokenizer = 'model', or a "
+            f"field that holds text."
+        )
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the bytes of the text."""
@@ -44,6 +65,26 @@ class ModelTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.separator: str = tokenizer.eos_token or "\n\n"
+
+    def chat_text(self, messages: list[Any], where: str) -> str:
+        """Return the messages by the model's own chat template."""
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"{where} is a list of chat messages, but the model's tokenizer has no chat template. Use a field that "
+                f"holds text, or a model that was made for chats."
+            )
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # templates are programs; they raise what they like
+            raise ConfigError(
+                f"{where} is no list of chat messages for this model's template: {type(error).__name__}: {error}. "
+                f'A message is {{"role": "user", "content": "..."}}.'
+            ) from None
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's own files."""
+        self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of the text, without special tokens."""

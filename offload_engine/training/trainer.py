@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload_engine.timeline import Timeline
 
@@ -16,6 +16,9 @@ __all__ = ["Trainer"]
 
 class Trainer(Protocol):
     """One model in training. A step is: calls and `backward` per micro-batch, then `step`, which clips."""
+
+    module: nn.Module
+    """The model that trains."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -27,8 +27,8 @@ def numbered(tmp_path: Path) -> TextData:
 
 
 def test_python_docs_are_the_same_text_each_time() -> None:
-    text = read_text(DataConfig())
-    assert text == read_text(DataConfig())
+    text = read_text(DataConfig(), ByteTokenizer())
+    assert text == read_text(DataConfig(), ByteTokenizer())
     assert len(text) > 100_000
     assert "assert" in text
 
@@ -105,7 +105,7 @@ def test_unreadable_file_is_an_error(tmp_path: Path, content: bytes | None) -> N
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"data.path.*t.txt.*cannot be read"):
-        read_text(DataConfig(kind="file", path=str(path)))
+        read_text(DataConfig(kind="file", path=str(path)), ByteTokenizer())
 
 
 def test_byte_tokenizer_round_trips_and_marks_what_is_no_text() -> None:
@@ -113,3 +113,30 @@ def test_byte_tokenizer_round_trips_and_marks_what_is_no_text() -> None:
     assert tokenizer.decode(tokenizer.encode("Grüße €")) == "Grüße €"
     assert tokenizer.decode([65, 0xC3]) == "A\ufffd"
     assert list(islice(tokenizer.encode("AB"), 2)) == [65, 66]
+
+
+def lines(path: Path, text: str, field: str = "text") -> str:
+    path.write_text(text, encoding="utf-8")
+    return read_text(DataConfig(kind="jsonl", path=str(path), field=field), ByteTokenizer())
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    """Each text of its field, in order, with what the tokenizer puts after each; blank lines are none."""
+    path = tmp_path / "t.jsonl"
+    assert lines(path, '{"text": "one\\ntwo"}\n\n{"id": 7, "text": "dré"}\n') == "one\ntwo\n\ndré\n\n"
+    assert lines(path, '{"body": "x"}', "body") == "x\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a"}\nplain text\n', "line 2 of .* is no JSON.*data.kind = 'file'"),
+        ('{"body": "a", "id": 1}', "line 1 of .* has the fields 'body', 'id'; data.field is 'text'"),
+        ('["a"]', "is a list; data.field"),
+        ('{"text": 3}', "'text' is a int; a text or a list of chat messages"),
+        ('{"text": [{"role": "user", "content": "a"}]}', "bytes have no template.*tokenizer = 'model'"),
+    ],
+)
+def test_lines_that_are_no_text(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lines(tmp_path / "t.jsonl", text)

@@ -32,7 +32,7 @@ def inputs(steps: int, micro_batches: int) -> Iterator[list[torch.Tensor]]:
 
 def train(trainer: PlainTrainer, steps: int, skip: int = 0) -> list[float]:
     losses = []
-    dtype = next(trainer.model.parameters()).dtype
+    dtype = next(trainer.module.parameters()).dtype
     for step, batch in enumerate(inputs(steps, 2)):
         if step < skip:
             continue

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import io
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ from torch import nn
 
 from offload_engine.errors import ConfigError, UnsupportedError
 from offload_engine.training.config import HuggingFaceConfig
-from offload_engine.training.tokenizers import ModelTokenizer
+from offload_engine.training.tokenizers import ModelTokenizer, Tokenizer
 
-__all__ = ["load"]
+__all__ = ["load", "save"]
 
 INSTALL_EXTRA = "pip install 'offload-engine[hf]'"
 
@@ -52,6 +54,22 @@ def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
         reentrant = config.activation_checkpointing == "block_reentrant"
         _enable_checkpointing(model, {"use_reentrant": reentrant})
     return model, ModelTokenizer(tokenizer)
+
+
+def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write model, config and, where the data was tokenized by it, the model's tokenizer: whole or not at all."""
+    pretrained: Any = model
+    pretrained.config.use_cache = True  # as it is for generating, which training turned off
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, _quiet_transformers():
+            written = Path(scratch) / folder.name
+            pretrained.save_pretrained(written)
+            if isinstance(tokenizer, ModelTokenizer):
+                tokenizer.save(written)
+            shutil.rmtree(folder, ignore_errors=True)
+            written.rename(folder)
+    finally:
+        pretrained.config.use_cache = False
 
 
 def locate(config: HuggingFaceConfig) -> tuple[Path, str | None]:
