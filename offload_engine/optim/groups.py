@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from offload_engine.errors import UnsupportedError
+from offload_engine.errors import ConfigError, UnsupportedError
 from offload_engine.kernels import Rule
 from offload_engine.kernels.codecs import ROOT_KEYS, STATE_KEYS
 from offload_engine.optim.lion import Lion
@@ -22,6 +23,7 @@ __all__ = [
     "GroupSettings",
     "check_groups",
     "check_optimizer",
+    "check_settings",
     "counts_steps",
     "settings_of",
     "state_keys",
@@ -171,6 +173,28 @@ def check_groups(groups: Sequence[dict[str, Any]]) -> None:
         if not 0 <= momentum < 1:
             raise UnsupportedError(
                 f"param group {number} has momentum={momentum}; the update has it in [0, 1). Set it in there."
+            )
+
+
+def check_settings(number: int, settings: GroupSettings) -> None:
+    """Refuse numbers that the kernels would refuse, before the update of any other group has started.
+
+    Raises:
+        ConfigError: names the param group, what was found, and the limit.
+    """
+    limits = {
+        "lr": (settings.lr, math.isfinite(settings.lr), "a finite number"),
+        "weight_decay": (settings.weight_decay, math.isfinite(settings.weight_decay), "a finite number"),
+        "dampening": (settings.dampening, math.isfinite(settings.dampening), "a finite number"),
+        "beta1 or momentum": (settings.beta1, 0 <= settings.beta1 < 1, "in [0, 1)"),
+        "beta2": (settings.beta2, 0 <= settings.beta2 < 1, "in [0, 1)"),
+        "eps": (settings.eps, 0 <= settings.eps < math.inf, "a number from 0 up"),
+    }
+    for name, (value, right, limit) in limits.items():
+        if not right:
+            raise ConfigError(
+                f"param group {number} has {name} = {value}; it must be {limit}. Nothing has been updated: set it and "
+                f"call step() again."
             )
 
 

@@ -8,6 +8,7 @@ array that was taken before is not seen.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -62,6 +63,15 @@ def writes_in_place(function: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
+def _inplace_at(function: Any) -> int | None:
+    """Return the position of a function's argument "inplace", as torch.nn.functional's have it; None without one."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
 def _kind_of(function: Any) -> int:
     return _WRITE if writes_in_place(function) or _name_of(function) in _HANDING_OUT else _READ
 
@@ -85,6 +95,7 @@ class ReadGuard(TorchFunctionMode):
         self._slab_of: dict[int, tuple[Bucket, str]] = {}
         self.add(buckets)
         self._kinds: dict[Any, int] = dict.fromkeys(_metadata_functions(), _METADATA)
+        self._inplace_at: dict[Any, int] = {}
         self._threads: set[int] = set()
 
     def add(self, buckets: Iterable[Bucket]) -> None:
@@ -120,6 +131,13 @@ class ReadGuard(TorchFunctionMode):
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
+            at = _inplace_at(func)
+            if at is not None:
+                self._inplace_at[func] = at
+        if func in self._inplace_at:
+            at = self._inplace_at[func]
+            if (kwargs or {}).get("inplace", len(args) > at and args[at]):
+                kind = _WRITE
         if kind != _METADATA:
             # Past the guards of other engines: asking through them would double the calls with each one.
             with torch._C.DisableTorchFunction():

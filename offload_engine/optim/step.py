@@ -16,7 +16,7 @@ from offload_engine.buckets import ParameterEntry
 from offload_engine.config import EngineConfig
 from offload_engine.errors import StateError
 from offload_engine.optim.clipping import clip_factor, global_norm, scale_gradients
-from offload_engine.optim.groups import check_groups, settings_of
+from offload_engine.optim.groups import check_groups, check_settings, settings_of
 from offload_engine.optim.loss_scale import LossScaler
 from offload_engine.optim.speculation import ClipHistory, StepTimes
 from offload_engine.optim.update import Settings, UpdatePipeline
@@ -133,10 +133,14 @@ class Stepper:
 
         Raises:
             UnsupportedError: one has a setting that the update does not have.
+            ConfigError: one has a number that is out of its range.
         """
         groups = self._groups()
         check_groups(groups)
-        return {id(group): settings_of(group, self._kind) for group in groups}
+        found = {id(group): settings_of(group, self._kind) for group in groups}
+        for number, settings in enumerate(found.values()):
+            check_settings(number, settings)
+        return found
 
     @property
     def rules(self) -> list[str]:

@@ -149,7 +149,7 @@ def _check_spares(plan: StepPlan, buckets: Sequence[Bucket], host: HostBudget) -
         if smallest:
             raise ConfigError(
                 f"speculation_memory is {format_bytes(plan.speculation_bytes)}, less than the spare arrays of any "
-                f"bucket ({format_bytes(smallest)} and more). Raise it, lower bucket_bytes, or use "
+                f"bucket ({format_bytes(smallest)} and more; {smallest} bytes). Raise it, lower bucket_bytes, or use "
                 f"update_timing = 'under_forward', which needs none."
             )
     needed = sum(bucket.spare_bytes for bucket in spared if not bucket.spare)

@@ -73,6 +73,7 @@ class GradientRing:
     def take(self, bucket: Bucket) -> _Place:
         """Return the bucket's slab, or the one that has been free the longest; who writes waits for its reader."""
         place = self.held(bucket)
+        assert place is not None or self.free(), "every slab is held by a bucket that still waits for gradients"
         while place is None:
             candidate = self._places[self._next]
             self._next = (self._next + 1) % len(self._places)
@@ -187,15 +188,15 @@ class GradientRelease(GradientStore):
         """Use what is left; see `GradientStore.finish_backward`. After an error, use nothing more."""
         done = False
         try:
-            for index in list(self._waiting):
+            # One after the other, those that hold a slab first: there are fewer slabs than unfinished buckets.
+            for index in dict.fromkeys([*self._held, *self._waiting]):
                 bucket = self._buckets[index]
                 if not failed:
                     self._land(bucket)
+                    if index in self._held:
+                        self._use(bucket)
                 elif bucket.layout.optimized:
-                    del self._waiting[index]
-            for index in list(self._held):
-                if not failed:
-                    self._use(self._buckets[index])
+                    self._waiting.pop(index, None)
             super().finish_backward()
             done = not failed
         finally:

@@ -498,3 +498,36 @@ def test_size_texts() -> None:
     assert oe.EngineConfig(device_memory="1.5KiB").device_memory == 1536 == parse_bytes("1536B")
     with pytest.raises(oe.ConfigError, match="unknown unit 'G'"):
         oe.EngineConfig(device_memory="6G")
+
+
+@pytest.mark.parametrize("timing", ["serial", "under_forward", "during_backward"])
+def test_a_number_out_of_range_updates_nothing(timing: str) -> None:
+    """Also not the groups before it; once it is set right, the same step goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    plain = copy.deepcopy(model)
+
+    def adamw(net: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": list(layer.parameters())} for layer in net], lr=0.1)
+
+    optimizer, other = adamw(model), adamw(plain)
+    config = oe.EngineConfig(device="emulated", bucket_bytes=1, update_timing=timing)
+    with oe.OffloadEngine(model, optimizer, config) as engine:
+        before = [p.detach().clone() for p in model.parameters()]
+        engine.backward(engine(torch.ones(2, 5)).square().mean())
+        for key, wrong, right in (
+            ("betas", (1.0, 0.999), (0.9, 0.999)),
+            ("eps", -1.0, 1e-8),
+            ("lr", float("nan"), 0.1),
+            ("weight_decay", float("inf"), 0.01),
+        ):
+            optimizer.param_groups[1][key] = wrong
+            with pytest.raises(oe.ConfigError, match=r"param group 1 has .* Nothing has been updated"):
+                engine.step()
+            assert all(map(torch.equal, model.parameters(), before))
+            optimizer.param_groups[1][key] = right
+        engine.step()
+        plain(torch.ones(2, 5)).square().mean().backward()
+        other.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -83,6 +83,8 @@ WRITES: dict[str, Write] = {
     ),
     "state_dict in place": lambda m: m.state_dict()["2.weight"].mul_(0.5),
     "mul_": quiet(lambda m: w(m).mul_(0.5)),
+    "inplace=True": quiet(lambda m: nn.functional.relu(w(m), inplace=True)),
+    "inplace by position, of data": lambda m: nn.functional.hardtanh(w(m).data, -0.1, 0.1, True),
     "copy_": quiet(lambda m: w(m).copy_(torch.eye(17))),
     "item": quiet(lambda m: w(m).__setitem__((3, 4), 1.0)),
     "one row": quiet(lambda m: w(m)[3].zero_()),

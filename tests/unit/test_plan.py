@@ -220,7 +220,7 @@ def test_spare_arrays_over_the_host_budget() -> None:
 def test_a_window_below_every_bucket() -> None:
     refused(
         oe.ConfigError,
-        r"speculation_memory is 1000 B, less than the spare arrays.*\(12.0 KiB and more\)",
+        r"speculation_memory is 1000 B, less than the spare arrays.*\(12.0 KiB and more; 12288 bytes\)",
         update_timing="during_backward",
         speculation_memory=1000,
     )

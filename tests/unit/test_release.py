@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,44 @@ def test_what_does_not_go_together(other: dict[str, Any]) -> None:
         oe.ConfigError, match=f"does not go with {next(iter(other))} = .*use gradients = 'keep'"
     ):
         oe.EngineConfig(gradients="release", **other)
+
+
+def test_more_unfinished_buckets_than_slabs() -> None:
+    """A parameter of each is not used in this step: none of them is complete before backward ends."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = (nn.Parameter(0.1 * torch.randn(17, 17)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = x + torch.tanh(x @ self.always)
+            return x + x @ self.sometimes if both else x
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Partly() for _ in range(7))
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, both)
+            return x
+
+    torch.manual_seed(0)
+    model = Blocks()
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, plain))
+    config = oe.EngineConfig(device="emulated", gradients="release", bucket_bytes=1)
+    with oe.OffloadEngine(model, optimizer, config) as engine:
+        assert len(engine._buckets) == 7
+        for step, both in enumerate((True, False, False, True)):
+            x = torch.randn(3, 17, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x, both).square().mean())
+            engine.step()
+            other.zero_grad()
+            plain(x, both).square().mean().backward()
+            other.step()
+        engine.synchronize()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
