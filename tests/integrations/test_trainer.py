@@ -27,6 +27,22 @@ def fresh_accelerate() -> Iterator[None]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[oe.OffloadEngine]]:
+    """An engine left open counts the memory of whatever the next test runs; so each is closed with its test."""
+    made: list[oe.OffloadEngine] = []
+    make = oe.OffloadEngine.__init__
+
+    def recorded(self: oe.OffloadEngine, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(oe.OffloadEngine, "__init__", recorded)
+    yield made
+    for engine in made:
+        engine.close()
+
+
 SMALL = oe.EngineConfig(device="emulated", bucket_bytes=1, device_memory="384KiB")
 
 
