@@ -194,8 +194,8 @@ def test_a_fused_operation_on_the_device_is_seen(monkeypatch: pytest.MonkeyPatch
     """One rounding less in one line of the device's rule: found, with the choice to run it again."""
     real = in_torch._adam
 
-    def fused(segment: Any, device: Any) -> Any:
-        apply = real(segment, device)
+    def fused(segment: Any) -> Any:
+        apply = real(segment)
 
         def update(p: Any, states: Any, g: Any) -> None:
             before, grad = states[1].clone(), g.clone()
