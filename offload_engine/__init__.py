@@ -3,6 +3,7 @@
 `OffloadEngine` wraps a model and its optimizer; `EngineConfig` has every setting. Importing touches no device.
 """
 
+from offload_engine.checkpoint.on_meta import parameters_on_meta
 from offload_engine.config import EngineConfig, LinksConfig, LossScaleConfig, ThreadsConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import (
@@ -45,4 +46,5 @@ __all__ = [
     "ThreadsConfig",
     "Timeline",
     "UnsupportedError",
+    "parameters_on_meta",
 ]

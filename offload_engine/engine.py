@@ -29,6 +29,7 @@ from offload_engine.buckets.owners import Owner, give_up, refuse_wrapped, take_o
 from offload_engine.checkpoint.load import load_state
 from offload_engine.checkpoint.save import save_state
 from offload_engine.checkpoint.values import whole_values
+from offload_engine.checkpoint.weights import MetaValues, WeightSource
 from offload_engine.config import EngineConfig, sized
 from offload_engine.device import Device, open_device, visible_devices
 from offload_engine.device.generators import generator_states, restore_generators
@@ -81,10 +82,12 @@ class OffloadEngine(Owner):
     Owns: host slabs (model states), device buffers, copy lanes and the update pool, all hooks; until `close`.
 
     Args:
-        model: any `nn.Module` with its values loaded. Changed in place: parameters move into the engine's slabs.
+        model: any `nn.Module`. Changed in place: parameters move into the engine's slabs.
         optimizer: over the model's parameters, of a class that `optim.groups` lists. Its groups are adopted, as is what
             state it has; its `step` and `zero_grad` act on the engine from now on.
         config: see `EngineConfig`.
+        weights: the values of parameters and buffers on the meta device: a safetensors file, a folder of them, or a
+            mapping by name. One at a time is read, so that the host never holds the model twice.
 
     Raises:
         UnsupportedError: the model or optimizer has something that would not be computed exactly.
@@ -94,7 +97,12 @@ class OffloadEngine(Owner):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig | None = None,
+        *,
+        weights: WeightSource | None = None,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(
@@ -105,19 +113,22 @@ class OffloadEngine(Owner):
         self.module = model
         self._closed = True  # until set-up is through: close() of a half-made engine does nothing
         with _no_modes():  # a default device of the user's is not where host memory lies
-            self._set_up(model, optimizer, self.config)
+            self._set_up(model, optimizer, weights)
 
-    def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig) -> None:
+    def _set_up(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: WeightSource | None
+    ) -> None:
+        config = self.config
         check_optimizer(optimizer)
         precision = _DTYPES[config.precision]
         backend = kernels.load(config.kernels, config.isa)
         threads, binding = bound_threads(config.threads, partial(visible_devices, config))
         if config.threads.compute:
             torch.set_num_threads(config.threads.compute)
-        registry = discover(model, optimizer.param_groups, precision)
-
+        registry = discover(model, optimizer.param_groups, precision, filled=weights is not None)
+        values = MetaValues(model, registry, weights)
         refuse_wrapped(registry)
-        kind = type(optimizer)
+        self._kind = kind = type(optimizer)
         assign_states(registry, config, partial(state_keys, kind=kind), partial(updates_matrices, kind=kind))
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
@@ -126,6 +137,8 @@ class OffloadEngine(Owner):
         with ExitStack() as undo:  # on any error in here the model stays as it was
             self.device: Device = open_device(config, backend, copy_threads=threads.copies)
             undo.callback(self.device.close)
+            undo.callback(values.undo)
+            values.fill_buffers()
             for buffer in model.buffers():
                 self.device.move_buffer(buffer)
             budget = self.device.budget_bytes
@@ -150,10 +163,11 @@ class OffloadEngine(Owner):
             self._pool = backend.WorkerPool(threads.update, binding.cpus)
             self._cpu_lane = self.device.lane(backend, CPU_UPDATE, pool=self._pool, ordered=False)
             self._gradient_lane = self.device.lane(backend, CPU_GRADIENT, pool=self._pool)
+            values.fill_parameters(self._buckets)
             undo.pop_all()
         for bucket in self._buckets:
             bucket.adopt(self.device)
-        self._wire(model, optimizer, config, offloaded, plan)
+        self._wire(model, optimizer, offloaded, plan)
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self._step_start_ns = self.timeline.clock()
@@ -172,12 +186,11 @@ class OffloadEngine(Owner):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        config: EngineConfig,
         offloaded: Mapping[str, nn.Module],
         plan: StepPlan,
     ) -> None:
         """Make the rooms and connect them. From here on the model is changed."""
-        registry, buckets, device = self._registry, self._buckets, self.device
+        config, registry, buckets, device = self.config, self._registry, self._buckets, self.device
         self.plan = plan
         self._lanes = log = LaneLog(self.timeline, device)
         self._order = UseOrder([bucket.index for bucket in buckets])
@@ -201,31 +214,18 @@ class OffloadEngine(Owner):
         self._residency.free_activations = self._activations.free_one
         self._residency.free_states = self._device_updates.give_up_one
         device.set_pressure_handler(self._residency.relieve)
-        self._stepper = Stepper(
-            config,
-            self._gradients,
-            lambda: self.optimizer.param_groups,
-            type(optimizer),
-            self._streamer.phase_s,
-        )
+        self._stepper = Stepper(config, self._gradients, self._groups, self._kind, self._streamer.phase_s)
         self._streamer.before_backward = self._stepper.check_backward
-        self._updates = UpdatePipeline(
-            buckets,
-            self._gradients,
-            self._residency,
-            self._device_updates,
-            self._cpu_lane,
-            log,
-            self._touched,
-            self._stepper.expected,
-            self._stepper.settings,
-        )
+        around = self._gradients, self._residency, self._device_updates, self._cpu_lane, log, self._touched
+        self._updates = UpdatePipeline(buckets, *around, self._stepper.expected, self._stepper.settings)
         self._follow(plan)
-        self._kind = type(optimizer)
         self.optimizer = OffloadOptimizer(
             optimizer, registry, buckets, self._step, self._updates.wait_bucket, self._grow
         )
         self._external.on_unfrozen = self._grow
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     # The plan.
 
@@ -265,7 +265,7 @@ class OffloadEngine(Owner):
     def _grow(self) -> None:
         """Give parameters that were unfrozen or got a param group a place for their gradients and states."""
         self._check_open()
-        groups = self.optimizer.param_groups
+        groups = self._groups()
         found = newcomers(self._registry, groups)
         if not found:
             return
@@ -464,7 +464,7 @@ class OffloadEngine(Owner):
 
     def _kept(self) -> tuple[nn.Module, Registry, list[Bucket], list[dict[str, Any]]]:
         """Return whose values a checkpoint has."""
-        return self.module, self._registry, self._buckets, self.optimizer.param_groups
+        return self.module, self._registry, self._buckets, self._groups()
 
     def save(self, path: str | PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder, atomically; the folder that was there stays loadable until then.

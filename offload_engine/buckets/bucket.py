@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import nn
 
 from offload_engine.buckets.layout import BucketLayout
 from offload_engine.buckets.registry import ParameterEntry
@@ -255,7 +256,9 @@ class Bucket:
             if self.grad is not None:
                 entry.grad_view = self.host_view(entry, self.grad)
             source = entry.param.data
-            if self.master is None or self.is_own_master:
+            if entry.param.is_meta:  # `checkpoint.weights` has written its value
+                _leave_meta(entry.param, entry.host_view)
+            elif self.master is None or self.is_own_master:
                 entry.host_view.copy_(source)
             else:
                 self.write_master(entry, source)
@@ -354,3 +357,10 @@ def _run(entry: ParameterEntry, value: torch.Tensor) -> torch.Tensor:
     run = torch.zeros(entry.span_numel)
     run.as_strided(entry.shape, entry.stride).copy_(value)
     return run
+
+
+def _leave_meta(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Make a parameter on the meta device, the same object, one with this memory: `.data` refuses such a change."""
+    whole = torch.Tensor._make_subclass(type(param), value, param.requires_grad)
+    whole.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, whole)

@@ -7,6 +7,7 @@ parameters or modules.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +222,7 @@ def _layout(param: torch.Tensor, name: str) -> tuple[tuple[int, ...], int]:
     return tuple(param.stride()), reach
 
 
-def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> None:
+def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype, meta: bool) -> None:
     if param.is_sparse or param.layout is not torch.strided:
         raise UnsupportedError(
             f"parameter '{name}' has layout {param.layout}; only dense (strided) ones are supported."
@@ -233,13 +234,29 @@ def _check_supported(param: nn.Parameter, name: str, precision: torch.dtype) -> 
             f"whose memory the engine cannot move. Use a plain parameter of its values."
         )
     if param.is_meta:
-        raise UnsupportedError(
-            f"parameter '{name}' is on the meta device and has no values. Load or initialise the model first."
-        )
+        _check_meta(param, name, meta)
     if param.requires_grad and param.dtype not in TRAINED:
         raise UnsupportedError(
             f"trainable parameter '{name}' is {param.dtype}; supported are float32, bfloat16 and float16, "
             f"trained as {precision}. Convert the model first, for example model.float()."
+        )
+
+
+def _check_meta(param: nn.Parameter, name: str, filled: bool) -> None:
+    """Refuse a parameter without values, unless `filled`: then one that could not be made whole as the same object."""
+    if not filled:
+        raise UnsupportedError(
+            f"parameter '{name}' is on the meta device and has no values. Say where they are, "
+            f"OffloadEngine(model, optimizer, config, weights='model.safetensors'), or load the model first."
+        )
+    if (
+        param._backward_hooks
+        or getattr(param, "_post_accumulate_grad_hooks", None)
+        or weakref.getweakrefs(param)
+    ):
+        raise UnsupportedError(
+            f"parameter '{name}' is on the meta device and has hooks or weak references, which would stay with the "
+            f"tensor without values. Add them after wrapping."
         )
 
 
@@ -353,12 +370,15 @@ def _find_units(model: nn.Module, by_param: dict[int, ParameterEntry]) -> list[U
     return units
 
 
-def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dtype) -> Registry:
+def discover(
+    model: nn.Module, groups: list[dict[str, Any]], precision: torch.dtype, *, filled: bool = False
+) -> Registry:
     """Read a model and its optimizer's param groups into a registry. Changes nothing.
 
     Args:
         groups: `optimizer.param_groups`, whose dictionaries are kept, not copied.
         precision: dtype of the working copies; see `_working_dtype` for what keeps its own.
+        filled: whether parameters on the meta device will get values; else they are refused.
 
     Raises:
         UnsupportedError: a parameter or module that would be computed wrongly; the message has its name and remedy.
@@ -370,7 +390,7 @@ def discover(model: nn.Module, groups: list[dict[str, Any]], precision: torch.dt
     entries: list[ParameterEntry] = []
     for param, names in _first_names(model):
         name = names[0]
-        _check_supported(param, name, precision)
+        _check_supported(param, name, precision, filled)
         stride, span = _layout(param, name)
         trains = param.requires_grad
         entries.append(

@@ -33,6 +33,9 @@ MARKER = "format.json"
 FORMAT = "offload-engine checkpoint"
 VERSION = 1
 
+_MAPPED_BYTES = 4 << 20
+"""How much of a file may be read before it is mapped anew: pages of a mapping count as memory of the process."""
+
 TensorItem: TypeAlias = tuple[str, torch.dtype, Sequence[int], Callable[[], torch.Tensor]]
 
 _DTYPE_NAMES = {
@@ -122,7 +125,8 @@ def _write_tensor(
 class TensorFile:
     """Reads one safetensors file, one tensor at a time. Use as a context manager, or call `close()`.
 
-    Owns: a private mapping of the file; tensors returned by `get` are views of it and keep it alive.
+    Owns: a private mapping of the file; tensors returned by `get` are views of it and keep it alive. After every
+    `_MAPPED_BYTES` it maps the file anew, so that what was read, and let go of, is no memory of the process any more.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -131,12 +135,18 @@ class TensorFile:
             raise CheckpointError(
                 f"there is no file '{path}'; the checkpoint is incomplete. Load an older one."
             )
+        self._file: Any = None
+        self._map()
+        self._names = frozenset(self._open().keys())
+
+    def _map(self) -> None:
+        self.close()
         try:
             opened: Any = safetensors.safe_open(self.path, framework="pt", device="cpu")
-            self._file: Any = opened.__enter__()
-            self._names = frozenset(self._file.keys())
+            self._file = opened.__enter__()
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(self.path, error) from error
+        self._read_bytes = 0
 
     def keys(self) -> list[str]:
         """Return the names in the file, sorted."""
@@ -162,10 +172,13 @@ class TensorFile:
             CheckpointError: the file has no such tensor, or is damaged.
         """
         self._check(name)
+        if self._file is not None and self._read_bytes > _MAPPED_BYTES:
+            self._map()
         try:
             tensor: torch.Tensor = self._open().get_tensor(name)
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(self.path, error) from error
+        self._read_bytes += tensor.nbytes
         return tensor
 
     def close(self) -> None:
@@ -368,3 +381,12 @@ def _sync_folder(folder: Path) -> None:
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"'{path}' is damaged or incomplete: {error}. Load an older checkpoint.")
+
+
+def some_names(words: str, names: Iterable[str]) -> str:
+    """Return `words` and the first of `names`; nothing if there are none."""
+    names = list(names)
+    if not names:
+        return ""
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return f"{words} {shown}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

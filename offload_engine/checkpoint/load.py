@@ -6,7 +6,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload_engine.buckets import LAYOUT_KEYS, Bucket, Registry
-from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, resolve
+from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, resolve, some_names
 from offload_engine.checkpoint.save import (
     ENGINE_FILE,
     GENERATOR_FILE,
@@ -116,7 +116,8 @@ def _check_counters(described: dict[str, Any], registry: Registry) -> None:
     lost = sorted(entry.name for entry in registry.entries if not isinstance(counters.get(entry.name), int))
     if lost:
         raise CheckpointError(
-            f"{ENGINE_FILE} does not belong to this model or is damaged: {_some('it has no step counter of', lost)}."
+            f"{ENGINE_FILE} does not belong to this model or is damaged: "
+            f"{some_names('it has no step counter of', lost)}."
         )
 
 
@@ -125,8 +126,9 @@ def _check(file: TensorFile, wanted: dict[str, tuple[int, ...]], label: str) -> 
     missing, extra = sorted(wanted.keys() - found), sorted(found - wanted.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{label} does not belong to this model: {_some('it lacks', missing)}{' and ' if missing and extra else ''}"
-            f"{_some('it has no place for', extra)}. Build the model and optimizer as they were when it was saved."
+            f"{label} does not belong to this model: {some_names('it lacks', missing)}"
+            f"{' and ' if missing and extra else ''}{some_names('it has no place for', extra)}. Build the model and "
+            f"optimizer as they were when it was saved."
         )
     for name, shape in wanted.items():
         if file.shape(name) != shape:
@@ -155,14 +157,6 @@ def _check_rule(file: TensorFile, registry: Registry, theirs: Sequence[str], our
                 f"the optimizer here keeps {', '.join(entry.state_keys)}. Build an optimizer of the class that it was "
                 f"saved with, or load the model's weights alone."
             )
-
-
-def _some(words: str, names: Iterable[str]) -> str:
-    names = list(names)
-    if not names:
-        return ""
-    shown = ", ".join(f"'{name}'" for name in names[:5])
-    return f"{words} {shown}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]], registry: Registry) -> None:

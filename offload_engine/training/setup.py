@@ -23,7 +23,7 @@ __all__ = ["make_optimizer", "make_schedule", "make_trainer"]
 def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
     """Return the engine, or plain PyTorch where it is off, around a seeded model; and the tokenizer."""
     torch.manual_seed(job.run.seed)
-    model, tokenizer = build_model(job.model, job.data.tokenizer)
+    model, tokenizer, weights = build_model(job.model, job.data.tokenizer, streamed=job.engine.enabled)
     rounded = not job.engine.enabled and job.engine.update == "rounded"
     optimizer = make_optimizer(model, job.train, RoundedAdamW if rounded else torch.optim.AdamW)
     if not job.engine.enabled:
@@ -41,7 +41,7 @@ def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
         return plain, tokenizer
     from offload_engine.engine import OffloadEngine
 
-    return OffloadEngine(model, optimizer, _engine_config(job)), tokenizer
+    return OffloadEngine(model, optimizer, _engine_config(job), weights=weights), tokenizer
 
 
 def make_optimizer(

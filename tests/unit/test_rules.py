@@ -40,7 +40,10 @@ ORDER = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 LEAVES = {"timeline", "kernels"}
-SIDEWAYS = {("bench", "training")}  # benchmarks run the reference loop and models of the main job
+SIDEWAYS = {
+    ("bench", "training"),  # benchmarks run the reference loop and models of the main job
+    ("training", "integrations"),  # a folder of transformers is opened as its users open it
+}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100
@@ -67,6 +70,7 @@ PUBLIC_NAMES = [
     "ThreadsConfig",
     "Timeline",
     "UnsupportedError",
+    "parameters_on_meta",
 ]
 
 CONFIG_FIELDS = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_engine.checkpoint.weights import Weights
 from offload_engine.errors import ConfigError, UnsupportedError
 from offload_engine.training.config import HuggingFaceConfig
 from offload_engine.training.tokenizers import ModelTokenizer, Tokenizer
@@ -24,8 +25,13 @@ __all__ = ["load", "save"]
 INSTALL_EXTRA = "pip install 'offload-engine[hf]'"
 
 
-def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
-    """Return the model in fp32 on the CPU and its tokenizer.
+def load(
+    config: HuggingFaceConfig, *, streamed: bool = False
+) -> tuple[nn.Module, ModelTokenizer, Weights | None]:
+    """Return the model in fp32 on the CPU, its tokenizer, and None.
+
+    Args:
+        streamed: where the folder has safetensors files, return the model without values, and its weights.
 
     Raises:
         UnsupportedError: transformers, gguf or the model's package is not installed.
@@ -45,7 +51,13 @@ def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
     try:
         with _quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+            weights: Weights | None = None
+            if streamed and gguf_file is None and any(folder.glob("*.safetensors")):
+                from offload_engine.integrations.pretrained import open_pretrained
+
+                model, weights = open_pretrained(folder)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"transformers cannot load a model from {str(folder)!r}: {error}") from error
     settings: Any = model.config
@@ -53,7 +65,7 @@ def load(config: HuggingFaceConfig) -> tuple[nn.Module, ModelTokenizer]:
     if config.activation_checkpointing != "none":
         reentrant = config.activation_checkpointing == "block_reentrant"
         _enable_checkpointing(model, {"use_reentrant": reentrant})
-    return model, ModelTokenizer(tokenizer)
+    return model, ModelTokenizer(tokenizer), weights
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
