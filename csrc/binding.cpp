@@ -40,6 +40,11 @@ bool wait_in_slices(std::optional<double> timeout_s, Step step) {
 }
 
 bool wait(Event& event, std::optional<double> timeout_s) {
+  if (timeout_s && std::isnan(*timeout_s)) throw py::value_error("timeout_s is not a number; give seconds, or None.");
+  if (!event.done() && event.made_in != getpid())
+    throw KernelError(
+        "this process was forked while the work was going on, and its threads are not in it: what it writes is lost "
+        "here. Call engine.synchronize() before the fork (a DataLoader's workers, say), or start processes by spawn.");
   const bool ended = event.done() || wait_in_slices(timeout_s, [&](int64_t ns) { return event.wait_for(ns); });
   free_retired();
   if (event.state() == Event::State::kFailed) throw KernelError(event.message());

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <memory>
@@ -40,7 +41,7 @@ class Event {
  public:
   enum class State { kPending, kDone, kFailed };
 
-  explicit Event(bool manual = false) : manual(manual) {}
+  explicit Event(bool manual = false) : manual(manual), made_in(getpid()) {}
 
   void start(int64_t t_ns) { start_ns.store(t_ns); }
   // The first of finish and fail wins; later calls change nothing and return false.
@@ -53,6 +54,7 @@ class Event {
   std::string message() const;        // why it failed
 
   const bool manual;
+  const pid_t made_in;  // nobody ends it in a forked child
   // Has the lane look at its queue again when the event ends; nothing if it has ended.
   void watch(const std::shared_ptr<LaneState>& lane);
 

@@ -32,7 +32,7 @@ from offload_engine.checkpoint.values import whole_values
 from offload_engine.checkpoint.weights import MetaValues, WeightSource
 from offload_engine.config import EngineConfig, sized
 from offload_engine.device import Device, open_device, visible_devices
-from offload_engine.device.generators import generator_states, restore_generators
+from offload_engine.device.generators import generator_states
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.growth import grow, newcomers
 from offload_engine.host import HostBudget, SlabAllocator, bound_threads, host_limits, peak_rss_bytes
@@ -494,14 +494,14 @@ class OffloadEngine(Owner):
             self._streamer.end_step()
             self._updates.end()
             self._residency.evict_idle(keep_resident=False)
-            facts, generators = load_state(path, *self._kept(), self._stepper.rules)
+            facts = load_state(
+                path, *self._kept(), self._stepper.rules, self.device.torch_device, self._stepper.check_facts
+            )
             self.steps = int(facts["steps"])
             self._updates.forget()
             self._external.forget()
             self._gradients.forget()
-            if self._stepper.scaler is not None and "loss_scale" in facts:
-                self._stepper.scaler.load(facts["loss_scale"])
-            restore_generators(generators, self.device.torch_device)
+            self._stepper.take_facts(facts)
             extra: dict[str, Any] = facts["extra"]
             return extra
 

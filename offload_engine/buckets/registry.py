@@ -155,11 +155,12 @@ class Registry:
                 continue
             known = {name for entry in self.entries for name in entry.names}
             for inner, param in module.named_parameters(prefix=name):
-                # One in another's place is told where it is used, by `check_slots`.
-                if id(param) not in self.by_param and inner not in known:
+                # A parameter in another's place is told where it is used, by `check_slots`; not so a whole module.
+                if id(param) not in self.by_param:
+                    how = "came to the model" if inner not in known else "took the place of another"
                     raise StateError(
-                        f"parameter '{inner}' (shape {tuple(param.shape)}) came to the model after wrapping. The "
-                        f"engine would neither fetch nor update it. Call engine.close(), then wrap the changed model."
+                        f"parameter '{inner}' (shape {tuple(param.shape)}) {how} after wrapping. The engine would "
+                        f"neither fetch nor update it. Call engine.close(), then wrap the changed model."
                     )
 
     def check_slots(self, unit: Unit) -> None:

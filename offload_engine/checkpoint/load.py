@@ -6,7 +6,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -22,6 +22,7 @@ from offload_engine.checkpoint.save import (
     OPTIMIZER_FILE,
     persistent_buffers,
 )
+from offload_engine.device.generators import check_generators, restore_generators
 from offload_engine.errors import CheckpointError
 
 __all__ = ["load_state"]
@@ -34,15 +35,19 @@ def load_state(
     buckets: list[Bucket],
     groups: list[dict[str, Any]],
     rules: list[str],
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    place: torch.device,
+    check: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """Fill parameters, masters, states, counters, param group settings and buffers from a checkpoint.
 
     Args:
         groups: the optimizer's param groups, changed in place.
         rules: names of their update rules.
+        place: whose random generator is set, beside the CPU's.
+        check: called with the saved facts before anything is changed; may raise.
 
     Returns:
-        The saved facts, and the generator states.
+        The saved facts.
 
     Raises:
         CheckpointError: files are missing or damaged, or names or shapes differ from the model; nothing is changed.
@@ -76,6 +81,8 @@ def load_state(
                 f"{GENERATOR_FILE} has no state 'cpu'; it is damaged. Load an older checkpoint."
             )
 
+        check_generators(generators, place)
+        check(described["facts"])
         with torch.no_grad():
             for entry in registry.entries:
                 bucket = buckets[entry.bucket_index]
@@ -97,7 +104,9 @@ def load_state(
                 present.fill_(value)  # a learning rate that others hold as a tensor
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
-    return described["facts"], generators
+    restore_generators(generators, place)
+    facts: dict[str, Any] = described["facts"]
+    return facts
 
 
 def _check_description(described: Any) -> None:
@@ -109,6 +118,11 @@ def _check_description(described: Any) -> None:
         )
     if not {"steps", "extra"} <= described["facts"].keys():
         raise CheckpointError(f"{ENGINE_FILE} lacks 'steps' or 'extra' of its facts; it is damaged.")
+    if not isinstance(described["facts"]["steps"], int):
+        raise CheckpointError(
+            f"{ENGINE_FILE} has {described['facts']['steps']!r} for the number of steps; it is damaged. Load an older "
+            f"checkpoint."
+        )
 
 
 def _check_counters(described: dict[str, Any], registry: Registry) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["generator_states", "restore_generators"]
+from offload_engine.errors import CheckpointError
+
+__all__ = ["check_generators", "generator_states", "restore_generators"]
 
 
 def generator_states(place: torch.device) -> dict[str, torch.Tensor]:
@@ -15,6 +17,21 @@ def generator_states(place: torch.device) -> dict[str, torch.Tensor]:
     if place.type != "cpu":
         states[place.type] = torch.get_device_module(place).get_rng_state(place)
     return states
+
+
+def check_generators(states: Mapping[str, torch.Tensor], place: torch.device) -> None:
+    """Raise if `restore_generators` could not take these states.
+
+    Raises:
+        CheckpointError: one has another form than the generator's own.
+    """
+    for kind, own in generator_states(place).items():
+        found = states.get(kind, own)
+        if (found.dtype, found.shape) != (own.dtype, own.shape):
+            raise CheckpointError(
+                f"the state of the random generator '{kind}' is {found.dtype} {tuple(found.shape)}, this torch's is "
+                f"{own.dtype} {tuple(own.shape)}: it is damaged, or of another torch. Load an older checkpoint."
+            )
 
 
 def restore_generators(states: Mapping[str, torch.Tensor], place: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The emulated device's memory ledger: counts every storage that operators and autograd produce.
 
-A storage is device memory when an operator made it while the model ran (`depth`) or backward ran, or from an input
-that is device memory itself. So a batch prepared on the host between steps costs nothing until it is moved.
+A storage is device memory when an operator made it while the model ran (`depth`), or in a backward that reads device
+memory, or from an input that is device memory itself. So a batch prepared on the host between steps costs nothing until
+it is moved, and neither does the backward of a model that has nothing to do with this device.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class MemoryLedger(TorchDispatchMode):
         self._discharge = discharge
         self._absent = absent
         self._live: dict[int, _StorageRef] = {}
+        self._task = -1
+        """autograd's number of the last backward that has read device memory."""
         self.depth = 0
         """Above zero while the model's forward runs."""
         self.engine_storages: set[int] = set()
@@ -113,13 +116,12 @@ class MemoryLedger(TorchDispatchMode):
         if func in _FOREACH_IN_PLACE:
             # Under a dispatch mode torch forgets to count the versions of these, and of no others.
             torch.autograd.graph.increment_version(args[0])
-        live = self._live
-        if (
-            self.depth > 0
-            or _in_backward() != -1
-            or any(key in live or key in self.engine_storages for key in inputs)
-        ):
-            self._count_outputs(func, result, inputs)
+        live, task = self._live, _in_backward()
+        if self.depth == 0 and (task == -1 or task != self._task):
+            if not any(key in live or key in self.engine_storages for key in inputs):
+                return result
+            self._task = task
+        self._count_outputs(func, result, inputs)
         return result
 
     def _count_outputs(self, func: Any, result: Any, inputs: list[int]) -> None:

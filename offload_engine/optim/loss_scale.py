@@ -59,8 +59,8 @@ class LossScaler:
         """Return what a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned.
+    def load(self, state: dict[str, Any], *, dry: bool = False) -> None:
+        """Take over what `state` returned; with `dry` only see whether it can be.
 
         Raises:
             CheckpointError: something is missing, or not a number above zero.
@@ -75,4 +75,5 @@ class LossScaler:
             raise CheckpointError(
                 f"the checkpoint's loss scale is {scale}; it is damaged. Load an older one."
             )
-        self.scale, self.good_steps, self.skipped = scale, good, skipped
+        if not dry:
+            self.scale, self.good_steps, self.skipped = scale, good, skipped

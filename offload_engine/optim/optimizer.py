@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from offload_engine.buckets import LAYOUT_KEYS, Bucket, ParameterEntry, Registry
-from offload_engine.errors import CheckpointError, UnsupportedError
+from offload_engine.errors import CheckpointError, StateError, UnsupportedError
 from offload_engine.optim.groups import check_groups, check_optimizer, counts_steps, state_keys
 from offload_engine.optim.state_view import DecodedState, State, StateView
+from offload_engine.optim.torch_clipping import allow_torch_clipping, refuse_torch_clipping
 
 __all__ = ["OffloadOptimizer", "check_states"]
 
@@ -55,6 +56,11 @@ def _present(values: dict[str, Any]) -> set[str]:
     return {name for name, value in values.items() if value is not None}
 
 
+def _layouts(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a param group says about the layout of its master and states."""
+    return {key: group[key] for key in LAYOUT_KEYS if key in group}
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """Facade over the engine's update.
 
@@ -83,6 +89,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._grow = grow
         self._adopted = adopted
         self._laid_out = [state_keys(group, type(adopted)) for group in adopted.param_groups]
+        self._layouts = [_layouts(group) for group in adopted.param_groups]
         before = dict(adopted.state)
         super().__init__(adopted.param_groups, adopted.defaults)
         self.param_groups = adopted.param_groups
@@ -97,6 +104,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         self._take_state(before, fresh=True)
         self._redirect()
+        self._refuse_clipping()
 
     # The adopted optimizer.
 
@@ -121,17 +129,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
         def add_param_group(_: torch.optim.Optimizer, group: dict[str, Any]) -> None:
             self.add_param_group(group)
 
+        def deepcopy(_: torch.optim.Optimizer, memo: dict[int, Any]) -> Any:
+            return self.__deepcopy__(memo)
+
+        deepcopy.__name__ = "__deepcopy__"
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before wrapping looks for it
         self._replaced: dict[str, Any] = {}
-        for function in (step, zero_grad, state_dict, load_state_dict, add_param_group):
+        for function in (step, zero_grad, state_dict, load_state_dict, add_param_group, deepcopy):
             self._replaced[function.__name__] = adopted.__dict__.get(function.__name__)
             adopted.__dict__[function.__name__] = MethodType(function, adopted)
+
+    def _refuse_clipping(self) -> None:
+        """Have torch's own clipping raise where it cannot do what it is called for."""
+        released = any(not bucket.keeps_gradient for bucket in self._buckets)
+        if released or any(entry.working_dtype is torch.float16 for entry in self._registry.entries):
+            named = ((entry.name, entry.param) for entry in self._registry.entries if entry.trainable)
+            refuse_torch_clipping(named, "release" if released else "fp16")
 
     def detach(self) -> None:
         """Give the adopted optimizer its own methods back, and the present state (the slabs' memory). Idempotent."""
         adopted = self._adopted
         if not self._replaced:
             return
+        allow_torch_clipping(entry.param for entry in self._registry.entries)
         for name, own in self._replaced.items():
             adopted.__dict__.pop(name, None)
             if own is not None:  # a scheduler made before wrapping had put its own there
@@ -144,6 +164,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         adopted.state = state
 
     # torch.optim.Optimizer.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: the copy's step would act on this engine.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "an optimizer whose step acts on an engine cannot be copied. Copy optimizer.state_dict(), or make an "
+            "optimizer of the same class over the copy of the model and load that into it."
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Start the update of every parameter that has a gradient; see `OffloadEngine.step`."""
@@ -201,10 +232,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._grow()
         kind = type(self._adopted)
         self._laid_out.extend(state_keys(group, kind) for group in groups[len(self._laid_out) :])
+        self._layouts.extend(map(_layouts, groups[len(self._layouts) :]))
         self._counted = self._count()
 
     def start_anew(self, entries: Sequence[ParameterEntry]) -> None:
-        """Make the states of parameters what they are before their first step; their arrays are zero."""
+        """Take in parameters that have got a place: their states are what they are before their first step."""
+        self._refuse_clipping()
         if self._initial:
             for entry in entries:
                 if entry.group is not None:
@@ -268,6 +301,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     f"param group {number} keeps {found}; with its settings now (momentum, use_muon) it would keep "
                     f"{needed}. The engine lays out its states at wrapping: set them back, or call engine.close() and "
                     f"wrap anew."
+                )
+        for number, (group, made) in enumerate(zip(groups, self._layouts, strict=True)):
+            asked = _layouts(group)
+            if asked != made:
+                key = next(key for key in LAYOUT_KEYS if asked.get(key) != made.get(key))
+                raise UnsupportedError(
+                    f"param group {number} has {key} = {asked.get(key)!r}; at wrapping it was "
+                    f"{made.get(key, 'not set')!r}. The engine lays out masters and states at wrapping: set it back, or "
+                    f"call engine.close() and wrap anew."
                 )
 
     # State.

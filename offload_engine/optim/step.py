@@ -152,6 +152,16 @@ class Stepper:
         scale = {} if self.scaler is None else {"loss_scale": self.scaler.state()}
         return {"rules": self.rules, **scale}
 
+    def check_facts(self, facts: dict[str, Any]) -> None:
+        """Raise a CheckpointError if `take_facts` could not take these."""
+        if self.scaler is not None and "loss_scale" in facts:
+            self.scaler.load(facts["loss_scale"], dry=True)
+
+    def take_facts(self, facts: dict[str, Any]) -> None:
+        """Go on from what `facts` has returned, as a checkpoint kept it."""
+        if self.scaler is not None and "loss_scale" in facts:
+            self.scaler.load(facts["loss_scale"])
+
     def expected(self) -> tuple[Settings, float] | None:
         """Return what `step()` would use if nothing comes in between, or None when updates wait for the norm."""
         if self.needs_norm and not self.history.speculates:

@@ -108,6 +108,10 @@ def check_plan(
 
 
 def _check_names(plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+    for name in ("lookahead_bytes", "speculation_bytes"):
+        value = getattr(plan, name)
+        if value is not None and value < 0:
+            raise ConfigError(f"the plan's {name} is {value}; it is a number of bytes, from 0 up.")
     count = len(buckets)
     unknown = sorted(index for index in plan.resident | plan.resident_states if not 0 <= index < count)
     if unknown:
@@ -129,6 +133,7 @@ def _check_release(plan: StepPlan, buckets: Sequence[Bucket]) -> None:
         "update_timing = 'during_backward'": plan.update_timing == "during_backward",
         "a device share": any(run.share for run in plan.device_shares),
         "resident states": bool(plan.resident_states),
+        "accumulation = 'device'": plan.accumulation == "device",
     }.items():
         if asked:
             raise ConfigError(

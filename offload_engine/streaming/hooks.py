@@ -110,8 +110,8 @@ class Streamer:
         self._in_use: _Frame = ()
         self._unit_buckets: dict[int, list[Bucket]] = {}
         self._handles: list[Any] = []
-        self._hooked: set[int] = set()
-        """Parameters whose gradients are taken."""
+        self._takers: dict[int, Any] = {}
+        """Index of a parameter -> the handle of the hook that takes its gradient."""
         self._has_old_buckets = False
         self._buffer_keys = {id(bucket.buffer.storage) for bucket in buckets}
         # First, and so inside the others: who enters the model can tell what an interrupt has left behind.
@@ -163,12 +163,23 @@ class Streamer:
 
     def _hook_parameters(self) -> None:
         for entry in self._registry.entries:
-            if entry.trainable and entry.index not in self._hooked:
-                self._hooked.add(entry.index)
-                before = self._gradient_hook(self._gradients.before_accumulate, entry)
-                after = self._gradient_hook(self._gradients.after_accumulate, entry)
+            if entry.trainable and entry.index not in self._takers:
+                before = self._gradient_hook(self._before_accumulate, entry)
                 self._handles.append(entry.param.register_hook(before))
-                self._handles.append(entry.param.register_post_accumulate_grad_hook(after))
+                self._take_last(entry)
+
+    def _before_accumulate(self, entry: ParameterEntry) -> None:
+        hooks: Any = entry.param._post_accumulate_grad_hooks
+        if next(reversed(hooks), None) != self._takers[entry.index].id:
+            self._take_last(entry)
+        self._gradients.before_accumulate(entry)
+
+    def _take_last(self, entry: ParameterEntry) -> None:
+        """Take the gradient after all hooks of the user's own, which find it in `p.grad`."""
+        if entry.index in self._takers:
+            self._takers[entry.index].remove()
+        after = self._gradient_hook(self._gradients.after_accumulate, entry)
+        self._takers[entry.index] = entry.param.register_post_accumulate_grad_hook(after)
 
     def _gradient_hook(
         self, act: Callable[[ParameterEntry], None], entry: ParameterEntry
@@ -184,9 +195,10 @@ class Streamer:
         """Take all hooks off. Idempotent."""
         self.settle()
         self.end_step()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._takers.values()):
             handle.remove()
         self._handles.clear()
+        self._takers.clear()
 
     # Forward.
 

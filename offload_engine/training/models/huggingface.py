@@ -60,12 +60,20 @@ def load(
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"transformers cannot load a model from {str(folder)!r}: {error}") from error
+    _forget_quantization(model)
     settings: Any = model.config
     settings.use_cache = False
     if config.activation_checkpointing != "none":
         reentrant = config.activation_checkpointing == "block_reentrant"
         _enable_checkpointing(model, {"use_reentrant": reentrant})
     return model, ModelTokenizer(tokenizer), weights
+
+
+def _forget_quantization(model: Any) -> None:
+    """Take off the mark of a .gguf file: its weights are whole now, and could not be saved with it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
