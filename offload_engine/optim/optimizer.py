@@ -308,7 +308,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 key = next(key for key in LAYOUT_KEYS if asked.get(key) != made.get(key))
                 raise UnsupportedError(
                     f"param group {number} has {key} = {asked.get(key)!r}; at wrapping it was "
-                    f"{made.get(key, 'not set')!r}. The engine lays out masters and states at wrapping: set it back, or "
+                    f"{made.get(key, 'not set')!r}. The engine lays them out at wrapping: set it back, or "
                     f"call engine.close() and wrap anew."
                 )
 

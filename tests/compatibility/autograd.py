@@ -157,22 +157,33 @@ def _compiled(make: Open, backend: str) -> Values:
     return trained(make(model))
 
 
-CASES += [
-    Case(
-        AUTOGRAD,
-        f"torch.compile of blocks before wrapping ({backend})",
-        functools.partial(_compiled, backend=backend),
-    )
-    for backend in ("eager", "aot_eager")
-]
-
-
-@case(AUTOGRAD, "torch.compile of the whole model (aot_eager)")
-def compiled_whole(make: Open) -> Values:
+def _compiled_after(make: Open, backend: str) -> Values:
     torch._dynamo.reset()
-    loop = make(mlp())
-    whole = torch.compile(loop.model, backend="aot_eager")
+    model = mlp(depth=4)
+    loop = make(model)
+    for index in (2, 4):
+        model[index].compile(backend=backend)
+    return trained(loop)
+
+
+def _compiled_whole(make: Open, backend: str) -> Values:
+    """The whole model is fused otherwise where the engine's hooks part it: SGD keeps that at the rounding it is."""
+    torch._dynamo.reset()
+    model = mlp()
+    loop = make(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    whole = torch.compile(model, backend=backend)
     return trained(loop, lambda step: whole(batch(step)).square().mean())
+
+
+CASES += [
+    Case(AUTOGRAD, f"torch.compile of {what} ({backend})", functools.partial(run, backend=backend))
+    for what, run in (
+        ("blocks before wrapping", _compiled),
+        ("blocks after wrapping, block.compile()", _compiled_after),
+        ("the whole model", _compiled_whole),
+    )
+    for backend in ("eager", "aot_eager", "inductor")
+]
 
 
 @case(AUTOGRAD, "nn.LazyLinear before its first forward")

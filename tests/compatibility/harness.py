@@ -28,6 +28,7 @@ __all__ = [
     "case",
     "mlp",
     "outcome_of",
+    "rounding_adamw",
     "table",
     "trained",
     "values_of",
@@ -42,14 +43,22 @@ class Loop:
     """A model and its optimizer in the loop that people have, around the engine or around nothing."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, offload: bool, **config: Any
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        offload: bool,
+        *,
+        weights: Any = None,
+        **config: Any,
     ) -> None:
         self.model = model
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         self.engine: oe.OffloadEngine | None = None
         if offload:
             settings = {"device": "emulated", "bucket_bytes": 1, "timeline": False, **config}
-            self.engine = oe.OffloadEngine(model, self.optimizer, oe.EngineConfig(**settings))
+            self.engine = oe.OffloadEngine(
+                model, self.optimizer, oe.EngineConfig(**settings), weights=weights
+            )
         elif type(self.optimizer) is torch.optim.AdamW:
             self.optimizer.__class__ = RoundedAdamW
 
@@ -66,6 +75,14 @@ class Loop:
     def masters(self) -> Values:
         """Return every element of every parameter, which must agree as well."""
         return values_of(self.model)
+
+
+def rounding_adamw(model: nn.Module, offload: bool) -> torch.optim.AdamW:
+    """Return the AdamW of a run: without the engine, the one that rounds as the engine's does."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if not offload:
+        optimizer.__class__ = RoundedAdamW
+    return optimizer
 
 
 def values_of(model: nn.Module) -> Values:

@@ -26,8 +26,8 @@ def plain_loop(make: Open) -> Values:
     return seen + loop.masters()
 
 
-def _clipping(make: Open, clip: Callable[[Any], Any]) -> Values:
-    loop = make(mlp())
+def _clipping(make: Open, clip: Callable[[Any], Any], **config: str) -> Values:
+    loop = make(mlp(), **config)
     seen = []
     for step in range(STEPS):
         loss = 30 * loop(batch(step)).square().mean()
@@ -42,6 +42,13 @@ def _clipping(make: Open, clip: Callable[[Any], Any]) -> Values:
 @case(LOOPS, "torch.nn.utils.clip_grad_norm_")
 def clip_norm(make: Open) -> Values:
     return _clipping(make, lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+
+
+@case(LOOPS, "torch.nn.utils.clip_grad_norm_, gradients = 'release'")
+def clip_released(make: Open) -> Values:
+    return _clipping(
+        make, lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5), gradients="release"
+    )
 
 
 @case(LOOPS, "torch.nn.utils.clip_grad_value_")
@@ -89,12 +96,18 @@ def scaler_on(make: Open) -> Values:
     return _scaled(make, True)
 
 
-def _scaled(make: Open, enabled: bool) -> Values:
-    loop = make(mlp())
+@case(LOOPS, "torch.amp.GradScaler, enabled, precision = 'fp16'")
+def scaler_fp16(make: Open) -> Values:
+    return _scaled(make, True, precision="fp16")
+
+
+def _scaled(make: Open, enabled: bool, **config: str) -> Values:
+    loop = make(mlp(), **config)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
     seen = []
     for step in range(STEPS):
-        loss = loop(batch(step)).square().mean()
+        data = batch(step).half() if config and make.offload else batch(step)
+        loss = loop(data).square().mean()
         scaler.scale(loss).backward()
         scaler.unscale_(loop.optimizer)
         scaler.step(loop.optimizer)

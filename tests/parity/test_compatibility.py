@@ -20,7 +20,12 @@ REFUSED = {
     "nn.LazyLinear before its first forward": "Run the model once",
     "nn.DataParallel": r"OffloadEngine\(model\.module",
     "torch.jit.script modules": "TorchScript module, which takes no hooks",
+    "torch.nn.utils.clip_grad_norm_, gradients = 'release'": "nothing left to clip. Wrap with gradients = 'keep'",
+    "torch.amp.GradScaler, enabled, precision = 'fp16'": "leave a GradScaler of your own out",
+    "transformers.Trainer (OffloadTrainer), fp16=True": "Use bf16 = True",
 }
+OTHERWISE_FUSED = "torch.compile of the whole model"
+"""Torch's own SGD, and kernels that end where the engine's hooks are: equal to fp32's rounding."""
 
 
 def cases(*, hub: bool) -> list[Case]:
@@ -34,10 +39,18 @@ def check(case: Case) -> None:
     if case.name in REFUSED:
         assert outcome.state == "refused" and re.search(REFUSED[case.name], outcome.message), outcome
     else:
-        assert outcome.state == "equal" and outcome.compared > 0, outcome
+        states = ("equal", "within 1e-5") if case.name.startswith(OTHERWISE_FUSED) else ("equal",)
+        assert outcome.state in states and outcome.compared > 0, outcome
 
 
-@pytest.mark.parametrize("case", cases(hub=False), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if "(inductor)" in case.name else case  # compiles C++
+        for case in cases(hub=False)
+    ],
+    ids=lambda case: case.name,
+)
 def test_a_row(case: Case) -> None:
     check(case)
 
