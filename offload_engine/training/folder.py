@@ -17,6 +17,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.previous = path.with_name(f"{path.name}.previous")
+        """The whole folder of the run that this one took the place of."""
         self.checkpoint = path / "checkpoint"
         self.config = path / "config.json"
         """The job as it was started; a resume is checked against it."""
@@ -50,8 +52,30 @@ class RunFolder:
                 f"the run's folder '{self.path}' cannot be written: {error.strerror}. Set run.out to one that can."
             ) from None
 
-    def clear(self) -> None:
-        """Remove what an earlier run of the same name left, so that no files of two runs lie side by side."""
+    def start_over(self) -> Path | None:
+        """Empty the folder, so that no files of two runs lie side by side; return where an earlier run went.
+
+        A run with a checkpoint is moved aside as it is, in the place of the one moved there before. One without has
+        nothing to go on from: its files are removed, and what was moved aside earlier stays.
+
+        Raises:
+            ConfigError: the folder cannot be moved.
+        """
+        if not self.has_checkpoint():
+            self._clear()
+            return None
+        try:
+            shutil.rmtree(self.previous, ignore_errors=True)
+            self.path.rename(self.previous)
+        except OSError as error:
+            raise ConfigError(
+                f"'{self.path}' holds an earlier run, which cannot be moved to '{self.previous}': {error.strerror}. "
+                f"Move it away yourself, give --resume to go on with it, or set another run.name."
+            ) from None
+        self.make()
+        return self.previous
+
+    def _clear(self) -> None:
         for file in (self.config, self.summary, self.metrics, self.timeline, self.sample):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.model, ignore_errors=True)

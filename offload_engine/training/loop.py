@@ -284,11 +284,12 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
         if resume:
             job.resume()
         else:
-            if folder.has_checkpoint():
+            previous = folder.start_over()
+            if previous is not None:
                 progress.note(
-                    f"{folder.path} holds an earlier run: starting over, since --resume was not given"
+                    f"{folder.path} held an earlier run; starting over, since --resume was not given. It is whole in "
+                    f"{previous}/ (--set run.name={previous.name} --resume goes on with it)"
                 )
-            folder.clear()
         return _run(job, stop_after)
     finally:
         progress.close()

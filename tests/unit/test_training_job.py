@@ -149,12 +149,49 @@ def test_resume_may_lengthen_the_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "train.steps was 8 and is 10" in capsys.readouterr().out
 
 
-def test_a_new_run_removes_what_an_old_one_left(tmp_path: Path) -> None:
-    run_job(job(tmp_path))
+def test_a_new_run_moves_the_old_one_aside_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, old = job(tmp_path, "whole"), job(tmp_path)
+    run_job(whole)
+    run_job(old, stop_after=4)
     config = job(tmp_path, train__steps=3, train__sample_bytes=0)
     run_job(config, stop_after=1)
     assert len(metrics(config)) == 1
     assert not (config.run.folder / "sample.txt").exists()
+    assert f"{tmp_path / 't.previous'}/" in capsys.readouterr().out
+    previous = job(tmp_path, "t.previous")
+    assert len(metrics(previous)) == 4
+    run_job(previous, resume=True)
+    assert numbers(previous) == numbers(whole)
+
+
+def test_a_new_run_that_dies_early_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the one after it, which finds a folder without a checkpoint."""
+    config = job(tmp_path)
+    run_job(config, stop_after=2)
+    saved = (config.run.folder / "checkpoint" / "plain.safetensors").read_bytes()
+
+    def dies(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_step", dies)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run_job(config)
+    assert (tmp_path / "t.previous" / "checkpoint" / "plain.safetensors").read_bytes() == saved
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        run_job(config, resume=True)
+
+
+def test_an_old_run_that_cannot_be_moved_stays(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    run_job(config, stop_after=2)
+    (tmp_path / "t.previous").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be moved to .*t\.previous.*run\.name"):
+        run_job(config)
+    assert len(metrics(config)) == 2
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(
