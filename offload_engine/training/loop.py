@@ -274,7 +274,14 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
     """
     folder = RunFolder(config.run.folder)
     if resume and not folder.has_checkpoint():
-        raise ConfigError(f"there is nothing to resume in {folder.path}. Run without --resume first.")
+        raise ConfigError(
+            f"there is nothing to resume in {folder.path}. "
+            + (
+                f"The run before it can be gone on with: --set run.name={folder.previous.name} --resume."
+                if RunFolder(folder.previous).has_checkpoint()
+                else "Run without --resume first."
+            )
+        )
     folder.make()
     progress = Progress(config.train.log_every)
     job = Job(config, folder, progress)

@@ -181,7 +181,7 @@ def test_a_new_run_that_dies_early_costs_no_checkpoint(
             with pytest.raises(KeyboardInterrupt):
                 run_job(config)
     assert (tmp_path / "t.previous" / "checkpoint" / "plain.safetensors").read_bytes() == saved
-    with pytest.raises(ConfigError, match="nothing to resume"):
+    with pytest.raises(ConfigError, match=r"nothing to resume.*run\.name=t\.previous --resume"):
         run_job(config, resume=True)
 
 
