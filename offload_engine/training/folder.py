@@ -29,6 +29,10 @@ class RunFolder:
         self.model = path / "model"
         """A model of transformers after training, for `from_pretrained`."""
 
+    def timeline_of(self, part: int) -> Path:
+        """Return the timeline's file of one part of the run: timeline.json, and timeline-2.json from a resume on."""
+        return self.timeline if part == 1 else self.path / f"timeline-{part}.json"
+
     def has_checkpoint(self) -> bool:
         """Return whether a whole checkpoint is here, also after a crash in the middle of writing one."""
         try:
@@ -76,7 +80,8 @@ class RunFolder:
         return self.previous
 
     def _clear(self) -> None:
-        for file in (self.config, self.summary, self.metrics, self.timeline, self.sample):
+        files = (self.config, self.summary, self.metrics, self.timeline, self.sample)
+        for file in (*files, *self.path.glob("timeline-*.json")):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.model, ignore_errors=True)
         for checkpoint in (self.checkpoint, *self.path.glob(f".{self.checkpoint.name}.*")):

@@ -55,6 +55,8 @@ class RunState:
     """In nats per token, as all losses here."""
     training_s: float = 0.0
     """Time in training steps, over all parts of the run."""
+    part: int = 1
+    """Parts so far: one more with each resume."""
 
 
 class Job:
@@ -63,6 +65,7 @@ class Job:
     def __init__(self, config: JobConfig, folder: RunFolder, progress: Progress) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.state = RunState()
+        self._first_step = 1
         self.heldout_loss_after: float | None = None
         self._last_waits_ns: dict[str, int] = {}
         self._last_grad_norm = math.nan
@@ -89,6 +92,10 @@ class Job:
         for group, lr in zip(self.trainer.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
         self.state = RunState(**state)
+        self.state.part += 1
+        while self.folder.timeline_of(self.state.part).exists():  # of a part that left no checkpoint
+            self.state.part += 1
+        self._first_step = self.state.step + 1
         self.progress.note(f"resumed at step {self.state.step} of {self.config.train.steps}")
 
     def train(self, metrics: MetricsLog, interrupt: Interrupt, stop_after: int | None) -> Outcome:
@@ -208,13 +215,12 @@ class Job:
         return True
 
     def write_summary(self, outcome: str) -> dict[str, Any]:
-        """Write summary.json and timeline.json; return the summary."""
+        """Write summary.json and the timeline of this part of the run; return the summary."""
         config, state = self.config, self.state
         per_byte = 1 / self.data.heldout_bytes_per_token
         before, after = state.heldout_loss_before, self.heldout_loss_after
         tokens = state.step * config.train.tokens_per_step
-        # The trainer knows of this part of a resumed run; where both have a word, the whole run's counts.
-        summary = self.trainer.summary() | {
+        whole = {
             "run": config.run.name,
             "outcome": outcome,
             "engine_enabled": config.engine.enabled,
@@ -231,9 +237,20 @@ class Job:
             "training_s": state.training_s,
             "tokens_per_s": tokens / state.training_s if state.training_s else 0.0,
         }
+        timeline = self.folder.timeline_of(state.part)
+        # The trainer knows of this part of a resumed run; where both have a word, the whole run's counts.
+        of_part = {key: value for key, value in self.trainer.summary().items() if key not in whole}
+        part = {
+            "number": state.part,
+            "first_step": self._first_step,
+            "steps": state.step + 1 - self._first_step,
+            "timeline": timeline.name if config.engine.timeline else None,
+            "keys": sorted(of_part),
+        }
+        summary = whole | {"part": part} | of_part
         write_json(self.folder.summary, summary)
         if config.engine.timeline:
-            self.trainer.timeline.save(self.folder.timeline)
+            self.trainer.timeline.save(timeline)
         return summary
 
     def _new_waits(self) -> dict[str, int]:

@@ -93,6 +93,42 @@ def test_the_schedule_warms_up_and_falls_as_a_cosine(tmp_path: Path) -> None:
     assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
 
 
+def test_each_part_of_a_resumed_run_has_its_own_timeline_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = job(tmp_path)
+    folder = config.run.folder
+    run_job(config, stop_after=3)
+    first = (folder / "timeline.json").read_bytes()
+    assert "of the run" not in capsys.readouterr().out
+    run_job(config, resume=True)
+    assert (folder / "timeline.json").read_bytes() == first
+
+    def steps(name: str) -> list[str]:
+        return [event.name for event in timeline.load(folder / name) if event.kind == "step"]
+
+    assert steps("timeline.json") == ["step 1", "step 2", "step 3"]
+    assert steps("timeline-2.json") == [f"step {n}" for n in range(4, 9)]
+    part = json.loads((folder / "summary.json").read_text())["part"]
+    assert (part["number"], part["first_step"], part["steps"]) == (2, 4, 5)
+    assert part["timeline"] == "timeline-2.json"
+    assert {"host_peak_bytes", "bytes_by_lane"} <= set(part["keys"])
+    assert not {"steps", "tokens_per_s", "training_s", "first_loss"} & set(part["keys"])
+    printed = capsys.readouterr().out
+    assert "all 2 parts of the run: training loss" in printed
+    assert "part 2 of the run alone, steps 4 to 8:\nmodel states" in printed
+
+
+def test_the_first_step_of_the_timeline_holds_no_evaluation(tmp_path: Path) -> None:
+    config = job(tmp_path, train__eval_every=2)
+    run_job(config)
+    events = timeline.load(config.run.folder / "timeline.json")
+    evaluations = [e for e in events if e.name == "EVAL"]
+    assert len(evaluations) == 2 * 5
+    for step in (e for e in events if e.kind == "step"):
+        assert not [e for e in evaluations if e.start_ns < step.end_ns and e.end_ns > step.start_ns]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(tmp_path: Path, precision: str) -> None:
     whole, parts = (job(tmp_path, name, engine__precision=precision) for name in ("whole", "parts"))
