@@ -121,8 +121,9 @@ class Totals:
     """Sums over all events so far, those that a ring buffer has dropped included.
 
     Attributes are read-only for callers: `events`, `steps`, `steps_ns` (the time in them), `bytes_by_lane`,
-    `events_by_lane`, `wait_ns_by_cause`, `waits_by_cause`, `paced_ns_by_lane`, `peak_bytes_by_kind`, `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`,
-    `warm_ns` (the end of the warm-up), `clock_errors` (events that ended before they began; counted as empty).
+    `events_by_lane`, `wait_ns_by_cause`, `waits_by_cause`, `paced_ns_by_lane`, `peak_bytes_by_kind`,
+    `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`, `warm_ns` (the end of the warm-up), `clock_errors`
+    (events that ended before they began; counted as empty).
     """
 
     def __init__(self) -> None:

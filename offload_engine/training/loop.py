@@ -158,6 +158,7 @@ class Job:
                 "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 "tokens_per_s": round(tokens_per_s, 1),
                 "device_bytes": trainer.device_bytes,
+                "device_peak_bytes": trainer.device_peak_bytes,
             }
         )
         self.progress.step(

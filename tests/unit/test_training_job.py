@@ -31,7 +31,7 @@ SUMMARY_KEYS = {
     "kernel_isa",
     "device_kind",
 }
-METRICS_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "device_bytes"}
+METRICS_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "device_bytes", "device_peak_bytes"}
 
 
 def job(out: Path, name: str = "t", **changes: Any) -> JobConfig:
