@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload_engine.checkpoint.format import read_json, write_json
 from offload_engine.errors import CheckpointError, ConfigError, NonFiniteError
+from offload_engine.host.process import rss_bytes
 from offload_engine.training.config import HuggingFaceConfig, JobConfig
 from offload_engine.training.data import TextData
 from offload_engine.training.folder import RunFolder
@@ -150,6 +151,7 @@ class Job:
         state.first_loss = step_loss if state.first_loss is None else state.first_loss
         state.last_loss, self._last_grad_norm = step_loss, grad_norm
         tokens_per_s = train.tokens_per_step / seconds
+        trainer.timeline.memory("host", rss_bytes(), trainer.timeline.clock())
         metrics.write(
             {
                 "step": state.step,

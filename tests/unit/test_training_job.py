@@ -78,7 +78,10 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [m["step"] for m in metrics(config)] == list(range(1, 9))
     assert metrics(config)[0].keys() == METRICS_KEYS
     assert (folder / "sample.txt").read_text().startswith("The ")
-    assert {event.kind for event in timeline.load(folder / "timeline.json")} >= {"phase", "step"}
+    events = timeline.load(folder / "timeline.json")
+    assert {event.kind for event in events} >= {"phase", "step"}
+    levels = [event.nbytes for event in events if event.kind == "memory" and event.lane == "host"]
+    assert len(levels) == 8 and 0 < max(levels) <= 1.01 * summary["host_peak_bytes"]
     assert not list(folder.glob(".*"))
     printed = capsys.readouterr().out
     assert "step 8/8  loss" in printed
