@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload_engine as oe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -57,6 +65,57 @@ def test_wrapping_costs_at_most_five_lines() -> None:
         added + gone
     )  # a changed line is one gone and one added
     assert any("OffloadEngine(" in line for line in added)
+
+
+def test_the_readme_s_train_batch_gives_the_gradients_of_a_plain_loop() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    block = next(
+        part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "train_batch" in part
+    )
+    code = textwrap.dedent(block)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Sequential(*layers), nn.Linear(16, 20))
+    batches = list(torch.randint(20, (3, 2, 7)))
+    plain = copy.deepcopy(model)
+    for tokens in batches:
+        loss = F.cross_entropy(plain(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / 3
+        loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = oe.OffloadEngine(model, optimizer, oe.EngineConfig(device="emulated"))
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    scope = {"engine": engine, "batches": batches, "F": F}
+    try:
+        exec(code, scope)
+        assert len(scope["losses"]) == 3
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).detach(), before[name] - p.grad)
+    finally:
+        engine.close()
+
+
+def test_the_readme_names_what_the_engine_has() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    table = text[text.index("What `engine` offers a loop") : text.index("What you can rely on:")]
+    names = re.findall(r"engine\.(\w+)", table)
+    assert len(names) > 10
+    assert [name for name in names if not hasattr(oe.OffloadEngine, name) and name != "timeline"] == []
+
+
+def test_setting_up_says_what_it_is_at() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup-hf"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    long = [
+        i for i, line in enumerate(lines) if re.search(r"pip .*install.*(torch|--editable|smollm2)", line)
+    ]
+    assert len(long) == 4
+    for i in long:
+        assert re.match(r'echo "(Installing|Building) .*\.\.\.', lines[i - 1]), lines[i]
 
 
 @pytest.mark.slow
