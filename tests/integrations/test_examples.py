@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload_engine as oe
+from offload_engine import timeline as oe_timeline
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -49,9 +50,12 @@ def test_the_own_loop_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     assert len(losses(plain)) == 4
     assert losses(ours) == losses(plain)
     assert "Lane h2d was busy" in ours
+    assert "The timeline is in runs/own_loop.trace.json; open https://ui.perfetto.dev" in ours
+    steps = [event for event in oe_timeline.load(tmp_path / "runs/own_loop.trace.json") if event.kind == "step"]
+    assert len(steps) == 4
 
 
-def test_wrapping_costs_at_most_five_lines() -> None:
+def test_wrapping_costs_four_lines_and_reading_the_timeline_three() -> None:
     """Lines of code that are new, other or gone; without docstring and blank lines."""
 
     def code(script: str) -> list[str]:
@@ -61,9 +65,9 @@ def test_wrapping_costs_at_most_five_lines() -> None:
     changes = list(difflib.ndiff(code("plain_loop.py"), code("own_loop.py")))
     added = [line for line in changes if line.startswith("+ ")]
     gone = [line for line in changes if line.startswith("- ")]
-    assert 0 < len(added) + len(gone) - 1 <= 5, "\n".join(
-        added + gone
-    )  # a changed line is one gone and one added
+    reading = [line for line in added if "timeline" in line]
+    wrapping = len(added) + len(gone) - len(reading) - 1  # a changed line is one gone and one added
+    assert (wrapping, len(reading)) == (4, 3), "\n".join(added + gone)
     assert any("OffloadEngine(" in line for line in added)
 
 
