@@ -51,7 +51,9 @@ def test_the_own_loop_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     assert losses(ours) == losses(plain)
     assert "Lane h2d was busy" in ours
     assert "The timeline is in runs/own_loop.trace.json; open https://ui.perfetto.dev" in ours
-    steps = [event for event in oe_timeline.load(tmp_path / "runs/own_loop.trace.json") if event.kind == "step"]
+    steps = [
+        event for event in oe_timeline.load(tmp_path / "runs/own_loop.trace.json") if event.kind == "step"
+    ]
     assert len(steps) == 4
 
 

@@ -83,6 +83,8 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     levels = [event.nbytes for event in events if event.kind == "memory" and event.lane == "host"]
     assert len(levels) == 8 and 0 < max(levels) <= 1.01 * summary["host_peak_bytes"]
     assert not list(folder.glob(".*"))
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert [path.name for path in folder.iterdir() if f"| `{path.name}" not in readme] == []
     printed = capsys.readouterr().out
     assert "step 8/8  loss" in printed
     assert "held-out loss" in printed
