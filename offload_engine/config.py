@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -54,25 +55,28 @@ _UNITS = {
 }
 
 
+_SIZE_FORMS = "A size is an int of bytes, or text with a number and a unit: '6GiB', '512MiB', '1.5GB'."
+_UNIT_FORGOTTEN_BYTES = 512
+"""A memory budget of so few bytes holds no parameter worth offloading: its unit was left out."""
+
+
 def parse_bytes(value: int | str, where: str = "value") -> int:
     """Return a number of bytes from an int or from text such as "6GiB", "512 MiB", "1.5GB".
 
     Raises:
         ConfigError: the text is not a number with a unit of `_UNITS`, or the size is not positive.
     """
-    if isinstance(value, bool):
-        raise ConfigError(
-            f"{where} is {value!r}; a size in bytes is needed: an integer, or text such as '6GiB'."
-        )
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         size = value
+    elif not isinstance(value, str):
+        raise ConfigError(f"{where} is {value!r} ({type(value).__name__}). {_SIZE_FORMS}{_as_int(value)}")
     else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(value))
+        match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None:
-            raise ConfigError(
-                f"{where} is {value!r}; a size needs a number and a unit, for example '6GiB', '512MiB' or '1.5GB'."
-            )
+            raise ConfigError(f"{where} is {value!r}. {_SIZE_FORMS}")
         number, unit = match.groups()
+        if not unit:
+            raise ConfigError(f"{where} is {value!r}, which needs a unit: '{number}GiB', say. {_SIZE_FORMS}")
         factor = _UNITS.get(unit.lower())
         if factor is None:
             raise ConfigError(
@@ -81,8 +85,31 @@ def parse_bytes(value: int | str, where: str = "value") -> int:
             )
         size = int(float(number) * factor)
     if size <= 0:
-        raise ConfigError(f"{where} is {value!r}; a size must be above zero.")
+        raise ConfigError(f"{where} is {value!r}; a size must be above zero. {_SIZE_FORMS}")
     return size
+
+
+def _as_int(value: Any) -> str:
+    whole = isinstance(value, float) and value.is_integer() and value > 0
+    return f" Did you mean {int(value)}, or '{format_bytes(value)}'?" if whole else ""
+
+
+def _parse_budget(value: int | str, where: str) -> int:
+    """As `parse_bytes`, for the memory budgets: a number that must have lost its unit is refused too."""
+    size = parse_bytes(value, where)
+    if size <= _UNIT_FORGOTTEN_BYTES:
+        meant = f"'{size}MiB' or '{size}GiB'" if size >= 64 else f"'{size}GiB'"
+        raise ConfigError(
+            f"{where} is {value!r}: {size} bytes, too few for any model (more than {_UNIT_FORGOTTEN_BYTES} are needed)."
+            f" Did you mean {meant}? {_SIZE_FORMS}"
+        )
+    return size
+
+
+# Metadata of a dataclass field: how its value becomes bytes.
+_PARSE = "parse"
+_SIZE = {_PARSE: parse_bytes}
+_BUDGET = {_PARSE: _parse_budget}
 
 
 def sized(value: int | str | None) -> int | None:
@@ -101,6 +128,28 @@ def format_bytes(size: int | float) -> str:
     return f"{sign}{number:.1f} TiB"
 
 
+def _checked_keywords(cls: type[T]) -> type[T]:
+    """Make an unknown keyword of a config dataclass the same error as an unknown key of its TOML section."""
+    init: Callable[..., None] = cls.__init__
+    valid = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **values: Any) -> None:
+        if args:
+            raise ConfigError(
+                f"{cls.__name__} was given {args[0]!r} without a keyword; every value needs one, as in "
+                f"{cls.__name__}({valid[0]}=...). Valid: {', '.join(sorted(valid))}."
+            )
+        for key in values:
+            if key not in valid:
+                raise ConfigError(f"unknown keyword {key!r} of {cls.__name__}. {_nearest(key, valid)}")
+        init(self, **values)
+
+    setattr(cls, "__init__", checked)  # noqa: B010 - mypy refuses the plain assignment
+    return cls
+
+
+@_checked_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThreadsConfig:
     """How the cores are split. 0: chosen from affinity, cpuset, cgroup quota and topology; every run logs the split.
@@ -133,6 +182,7 @@ class ThreadsConfig:
             )
 
 
+@_checked_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinksConfig:
     """Rates of the emulated links, in 1e9 bytes per second. 0 leaves a link at the speed of memory."""
@@ -152,6 +202,7 @@ class LinksConfig:
                 )
 
 
+@_checked_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic loss scale of fp16, as `torch.amp.GradScaler` moves it."""
@@ -184,15 +235,16 @@ class LossScaleConfig:
             raise ConfigError(f"loss_scale.growth_interval is {self.growth_interval}; it must be 1 or more.")
 
 
+@_checked_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that can be set about one `OffloadEngine`. All sizes take bytes or text such as '6GiB'."""
 
     device: Literal["auto", "accelerator", "emulated"] = "auto"
     """Where compute runs. "auto": the accelerator when torch sees one, else the emulated device."""
-    device_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    device_memory: int | str | None = dataclasses.field(default=None, metadata=_BUDGET)
     """Device budget. None: 90 % of the accelerator's free memory; unlimited on the emulated device."""
-    host_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    host_memory: int | str | None = dataclasses.field(default=None, metadata=_BUDGET)
     """Host budget for the engine's slabs. None: what the machine and the cgroup have left."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Compute dtype of parameters. In fp32 the host copy is the master.
@@ -209,10 +261,10 @@ class EngineConfig:
     afterwards, and `step()` ends the step. Needs one backward per step, no clipping, no fp16, updates on the CPU."""
     cast_inputs: bool = True
     """Cast floating tensors passed to `engine(...)` to the compute dtype. No effect in fp32."""
-    bucket_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    bucket_bytes: int | str | None = dataclasses.field(default=None, metadata=_SIZE)
     """Largest bucket, in working-copy bytes; one module's own parameters are never split.
     None: a sixteenth of the device budget or a 24th of the model, whichever is less, from 64 KiB to 64 MiB."""
-    lookahead_bytes: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    lookahead_bytes: int | str | None = dataclasses.field(default=None, metadata=_SIZE)
     """Bytes of buckets fetched ahead of use. None: two of the largest buckets, an eighth of the budget at most.
     1 effectively turns prefetch off."""
     keep_resident: bool = False
@@ -228,12 +280,12 @@ class EngineConfig:
     clip_mode: ClipMode = "auto"
     """during_backward with `max_grad_norm` or fp16. "speculate": update as if nothing will be clipped, redo if it was.
     "norm_first": wait for the norm. "auto": by how often steps were clipped."""
-    speculation_memory: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    speculation_memory: int | str | None = dataclasses.field(default=None, metadata=_SIZE)
     """Host bytes for the spare slabs of during_backward. None: enough for all buckets. Buckets beyond it are updated in
     `step()`."""
     device_share: float = 0.0
     """Share of the buckets, 0 to 1, whose update runs on the device, their states streamed in and out."""
-    resident_states: int | str | None = dataclasses.field(default=None, metadata={"bytes": True})
+    resident_states: int | str | None = dataclasses.field(default=None, metadata=_SIZE)
     """Device bytes for masters and moments that stay there and are updated there. None: none stay."""
     accumulation: AccumulationPlace = "host"
     """Where the gradients of several micro-batches are added up, in fp32 either way."""
@@ -328,8 +380,8 @@ def _check_types(config: Any) -> None:
     """Hold a config made in Python to the types that one read from TOML is held to; sizes become bytes."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        is_bytes = bool(field.metadata.get("bytes"))
-        value = _convert(hints[field.name], getattr(config, field.name), field.name, is_bytes)
+        parse = field.metadata.get(_PARSE)
+        value = _convert(hints[field.name], getattr(config, field.name), field.name, parse)
         object.__setattr__(config, field.name, value)
 
 
@@ -409,7 +461,7 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "engine") -> T:
     for key, value in mapping.items():
         if key not in fields:
             raise ConfigError(f"unknown key '{where}.{key}'. {_nearest(key, fields)}")
-        values[key] = _convert(hints[key], value, f"{where}.{key}", bool(fields[key].metadata.get("bytes")))
+        values[key] = _convert(hints[key], value, f"{where}.{key}", fields[key].metadata.get(_PARSE))
     for name, field in fields.items():
         no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if no_default and name not in values:
@@ -421,7 +473,7 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "engine") -> T:
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-def _convert(annotation: Any, value: Any, where: str, is_bytes: bool) -> Any:
+def _convert(annotation: Any, value: Any, where: str, parse: Callable[[Any, str], int] | None) -> Any:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(annotation)
@@ -430,16 +482,16 @@ def _convert(annotation: Any, value: Any, where: str, is_bytes: bool) -> Any:
         if isinstance(value, str) and value.lower() == "none" and type(None) in options:
             return None  # TOML has no null: key = "none" says it
         inner = [option for option in options if option is not type(None)]
-        if is_bytes:
-            return parse_bytes(value, where)
+        if parse is not None:
+            return parse(value, where)
         for option in inner[:-1]:
             try:
-                return _convert(option, value, where, is_bytes)
+                return _convert(option, value, where, parse)
             except ConfigError:
                 continue
-        return _convert(inner[-1], value, where, is_bytes)
-    if is_bytes:
-        return parse_bytes(value, where)
+        return _convert(inner[-1], value, where, parse)
+    if parse is not None:
+        return parse(value, where)
     if origin is Literal:
         choices = typing.get_args(annotation)
         if value not in choices:
@@ -455,7 +507,7 @@ def _convert(annotation: Any, value: Any, where: str, is_bytes: bool) -> Any:
         if fixed and len(item_types) != len(value):
             raise ConfigError(f"{where} is {value!r}; it needs exactly {len(item_types)} values.")
         converted = [
-            _convert(item_types[i if fixed else 0], item, f"{where}[{i}]", False)
+            _convert(item_types[i if fixed else 0], item, f"{where}[{i}]", None)
             for i, item in enumerate(value)
         ]
         return tuple(converted) if origin is tuple else converted

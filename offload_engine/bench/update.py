@@ -149,18 +149,34 @@ def _lane(backend: kernels.Backend, threads: int) -> Iterator[Any]:
         pool.close()
 
 
+_RATIOS = """\
+Each ratio divides another's time by the update's: above 1, the update is faster. Medians; 95 % intervals in brackets.
+share of ceiling: time of a loop that only reads and writes the same bytes / time of the update
+over torch, over deepspeed: time of torch's fused optimizer, of DeepSpeed's, with the passes they need / the update's
+over fp32 states: time of the same rule in the layout "mixed" (fp32 masters and states) / the update's"""
+
+
 class _Table:
     """Prints rows for people, a heading before each kind."""
 
     def __init__(self) -> None:
         self._heading = ""
+        self._legend = ""
 
     def __call__(self, row: Row) -> None:
         heading, line = _words(row)
         if heading != self._heading:
+            self.end()
             print(f"\n{heading}")
             self._heading = heading
+            self._legend = _RATIOS if isinstance(row, UpdateRow) else ""
         print(line, flush=True)
+
+    def end(self) -> None:
+        """Print what stands under the rows so far; called once more after the last row."""
+        if self._legend:
+            print(self._legend, flush=True)
+        self._legend = ""
 
 
 def _words(row: Row) -> tuple[str, str]:
@@ -298,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(_json(rows))
     else:
+        table.end()
         jobs = {
             (row.layout, row.torch_job, row.deepspeed_job): None for row in rows if isinstance(row, UpdateRow)
         }

@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from offload_engine.errors import ConfigError
-from offload_engine.timeline.events import INSTANT, KINDS, MEMORY, NO_FACTS, PACED, ROWS, SPAN, WAIT, Event
+from offload_engine.timeline.events import (
+    INSTANT,
+    KINDS,
+    MEMORY,
+    NO_FACTS,
+    PACED,
+    ROWS,
+    SPAN,
+    STEP,
+    WAIT,
+    Event,
+)
 
 _FORMAT = "offload-engine timeline"
 _VERSION = 1
@@ -149,7 +160,7 @@ def _records(rank: int, events: list[Event], origin_ns: int) -> Iterator[dict[st
 def _args(event: Event) -> dict[str, Any]:
     args: dict[str, Any] = {}
     if event.bucket != -1:
-        args["bucket"] = event.bucket
+        args["step" if event.kind == STEP else "bucket"] = event.bucket
     if event.cause:
         args["cause"] = event.cause
     if event.nbytes:
@@ -245,7 +256,9 @@ def _events(records: list[dict[str, Any]], origin_ns: int) -> Iterator[Event]:
             facts, args = args, {}
         elif PACED in args:
             facts = {PACED: args[PACED]}
+        # Older files have the number of a step as its bucket.
+        bucket = args.get("step", args.get("bucket", -1))
         yield Event(
-            kind, lane, name, start_ns, end_ns, args.get("bytes", 0), args.get("cause", ""), args.get("bucket", -1),
-            facts, rank,
+            kind, lane, name, start_ns, end_ns, args.get("bytes", 0), args.get("cause", ""), bucket, facts,
+            rank,
         )  # fmt: skip

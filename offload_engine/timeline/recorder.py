@@ -19,6 +19,8 @@ from offload_engine.errors import ConfigError
 from offload_engine.timeline import chrome
 from offload_engine.timeline.events import (
     COMPUTE,
+    EVAL,
+    FORWARD,
     INSTANT,
     MEMORY,
     NO_FACTS,
@@ -61,6 +63,9 @@ class Timeline:
         self._queue: deque[_Record] = deque()
         self._ring: deque[_Record] = deque(maxlen=capacity)
         self._totals = Totals()
+        self._recorded_steps = False
+        self._in_step = False  # a forward has been recorded since the last step
+        self._earliest_step_ns: int | None = None
         self._lock = threading.RLock()
 
     def span(
@@ -92,6 +97,8 @@ class Timeline:
     def phase(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Record one phase (FORWARD, BACKWARD, UPDATE, EVAL)."""
         if self.enabled:
+            if not self._in_step:
+                self._note_before_step(phase, start_ns, end_ns)
             self._record((PHASE, "", phase, start_ns, end_ns, 0, "", -1, NO_FACTS))
 
     def memory(self, kind: str, nbytes: int, t_ns: int) -> None:
@@ -100,8 +107,15 @@ class Timeline:
             self._record((MEMORY, kind, kind, t_ns, t_ns, nbytes, "", -1, NO_FACTS))
 
     def step(self, step: int, start_ns: int, end_ns: int) -> None:
-        """Record one whole step; the first and the last one bound the wall time of the busy shares."""
+        """Record one whole step; the first and the last one bound the wall time of the busy shares.
+
+        Evaluation before the step's first forward, and before the first step all that came before its forward, is no
+        part of it: a later start is recorded then.
+        """
         if self.enabled:
+            if self._earliest_step_ns is not None:
+                start_ns = min(max(start_ns, self._earliest_step_ns), end_ns)
+            self._recorded_steps, self._in_step, self._earliest_step_ns = True, False, None
             self._record((STEP, "", f"step {step}", start_ns, end_ns, 0, "", step, NO_FACTS))
 
     def instant(self, name: str, t_ns: int, **facts: object) -> None:
@@ -157,6 +171,15 @@ class Timeline:
             probe._fold()
             costs.append((time.perf_counter_ns() - began) / events)
         return statistics.median(costs)
+
+    def _note_before_step(self, phase: str, start_ns: int, end_ns: int) -> None:
+        """Move the earliest start of the step to come."""
+        if phase == EVAL:
+            self._earliest_step_ns = end_ns
+        elif phase == FORWARD:
+            self._in_step = True
+            if not self._recorded_steps:  # wrapping, loading a checkpoint and the like came before
+                self._earliest_step_ns = start_ns
 
     def _record(self, record: _Record) -> None:
         # deque.append is atomic: hooks on autograd's thread and waiters on the main one need no lock here.

@@ -120,14 +120,16 @@ class _Busy:
 class Totals:
     """Sums over all events so far, those that a ring buffer has dropped included.
 
-    Attributes are read-only for callers: `events`, `steps`, `bytes_by_lane`, `events_by_lane`, `wait_ns_by_cause`,
-    `waits_by_cause`, `paced_ns_by_lane`, `peak_bytes_by_kind`, `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`,
-    `warm_ns` (the end of the warm-up), `clock_errors` (events that ended before they began; counted as empty).
+    Attributes are read-only for callers: `events`, `steps`, `steps_ns` (the time in them), `bytes_by_lane`,
+    `events_by_lane`, `wait_ns_by_cause`, `waits_by_cause`, `paced_ns_by_lane`, `peak_bytes_by_kind`,
+    `last_bytes_by_kind`, `first_step_ns`, `last_step_ns`, `warm_ns` (the end of the warm-up), `clock_errors`
+    (events that ended before they began; counted as empty).
     """
 
     def __init__(self) -> None:
         self.events = 0
         self.steps = 0
+        self.steps_ns = 0
         self.clock_errors = 0
         self.bytes_by_lane: dict[str, int] = {}
         self.events_by_lane: dict[str, int] = {}
@@ -236,6 +238,7 @@ class Totals:
 
     def _add_step(self, start_ns: int, end_ns: int) -> None:
         self.steps += 1
+        self.steps_ns += max(0, end_ns - start_ns)
         every = (*self._lanes.values(), self._waits, self._spans_or_waits, self._phases_or_waits)
         if self.first_step_ns is None:
             self.first_step_ns = start_ns
@@ -255,7 +258,8 @@ class Totals:
 class TimelineSummary:
     """What a run did, lane by lane. Rates are 1e9 bytes/s while the lane was busy or paced; shares are of `wall_s`.
 
-    `wall_s` runs from the first step's start to the last step's end; bytes, waits and paced time are of the whole
+    `wall_s` runs from the first step's start to the last step's end; `steps_s` is of it what lay in steps, without
+    evaluation between them. Bytes, waits and paced time are of the whole
     recording. Busy time leaves out waits, and what an emulated link sleeps to hold its rate (`paced_s_by_lane`).
     `lane_efficiency` is max over lanes of busy time / time, over all steps but the first two, in which memory is
     touched first and the order of use is learned (over those, if there are no more): no order of the same work is
@@ -264,6 +268,7 @@ class TimelineSummary:
 
     steps: int
     wall_s: float
+    steps_s: float
     bytes_by_lane: Mapping[str, int]
     gb_per_s_by_lane: Mapping[str, float]
     paced_s_by_lane: Mapping[str, float]
@@ -308,7 +313,11 @@ class TimelineSummary:
     def _steps_words(self) -> str:
         if not self.steps or not self.wall_s:
             return f"No step was finished; {self.events} events were recorded."
-        return f"{self.steps} steps in {self.wall_s:.2f} s, {self.wall_s / self.steps * 1e3:.1f} ms each."
+        words = f"{self.steps} steps in {self.steps_s:.2f} s, {self.steps_s / self.steps * 1e3:.1f} ms each"
+        between_s = self.wall_s - self.steps_s
+        return (
+            f"{words}; {between_s:.2f} s of evaluation between them." if between_s >= 0.005 else f"{words}."
+        )
 
     def _lane_words(self) -> list[str]:
         lines: list[str] = []
@@ -361,6 +370,7 @@ def summary_of(
     return TimelineSummary(
         steps=totals.steps,
         wall_s=wall_ns / 1e9,
+        steps_s=totals.steps_ns / 1e9,
         bytes_by_lane=dict(totals.bytes_by_lane),
         gb_per_s_by_lane={
             lane: count / passing_ns[lane] if passing_ns.get(lane) else 0.0 for lane, count in moved.items()

@@ -17,6 +17,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.previous = path.with_name(f"{path.name}.previous")
+        """The whole folder of the run that this one took the place of."""
         self.checkpoint = path / "checkpoint"
         self.config = path / "config.json"
         """The job as it was started; a resume is checked against it."""
@@ -26,6 +28,10 @@ class RunFolder:
         self.sample = path / "sample.txt"
         self.model = path / "model"
         """A model of transformers after training, for `from_pretrained`."""
+
+    def timeline_of(self, part: int) -> Path:
+        """Return the timeline's file of one part of the run: timeline.json, and timeline-2.json from a resume on."""
+        return self.timeline if part == 1 else self.path / f"timeline-{part}.json"
 
     def has_checkpoint(self) -> bool:
         """Return whether a whole checkpoint is here, also after a crash in the middle of writing one."""
@@ -50,9 +56,32 @@ class RunFolder:
                 f"the run's folder '{self.path}' cannot be written: {error.strerror}. Set run.out to one that can."
             ) from None
 
-    def clear(self) -> None:
-        """Remove what an earlier run of the same name left, so that no files of two runs lie side by side."""
-        for file in (self.config, self.summary, self.metrics, self.timeline, self.sample):
+    def start_over(self) -> Path | None:
+        """Empty the folder, so that no files of two runs lie side by side; return where an earlier run went.
+
+        A run with a checkpoint is moved aside as it is, in the place of the one moved there before. One without has
+        nothing to go on from: its files are removed, and what was moved aside earlier stays.
+
+        Raises:
+            ConfigError: the folder cannot be moved.
+        """
+        if not self.has_checkpoint():
+            self._clear()
+            return None
+        try:
+            shutil.rmtree(self.previous, ignore_errors=True)
+            self.path.rename(self.previous)
+        except OSError as error:
+            raise ConfigError(
+                f"'{self.path}' holds an earlier run, which cannot be moved to '{self.previous}': {error.strerror}. "
+                f"Move it away yourself, give --resume to go on with it, or set another run.name."
+            ) from None
+        self.make()
+        return self.previous
+
+    def _clear(self) -> None:
+        files = (self.config, self.summary, self.metrics, self.timeline, self.sample)
+        for file in (*files, *self.path.glob("timeline-*.json")):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.model, ignore_errors=True)
         for checkpoint in (self.checkpoint, *self.path.glob(f".{self.checkpoint.name}.*")):

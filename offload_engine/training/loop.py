@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload_engine.checkpoint.format import read_json, write_json
 from offload_engine.errors import CheckpointError, ConfigError, NonFiniteError
+from offload_engine.host.process import rss_bytes
 from offload_engine.training.config import HuggingFaceConfig, JobConfig
 from offload_engine.training.data import TextData
 from offload_engine.training.folder import RunFolder
@@ -55,6 +56,8 @@ class RunState:
     """In nats per token, as all losses here."""
     training_s: float = 0.0
     """Time in training steps, over all parts of the run."""
+    part: int = 1
+    """Parts so far: one more with each resume."""
 
 
 class Job:
@@ -63,6 +66,7 @@ class Job:
     def __init__(self, config: JobConfig, folder: RunFolder, progress: Progress) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.state = RunState()
+        self._first_step = 1
         self.heldout_loss_after: float | None = None
         self._last_waits_ns: dict[str, int] = {}
         self._last_grad_norm = math.nan
@@ -89,6 +93,10 @@ class Job:
         for group, lr in zip(self.trainer.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
         self.state = RunState(**state)
+        self.state.part += 1
+        while self.folder.timeline_of(self.state.part).exists():  # of a part that left no checkpoint
+            self.state.part += 1
+        self._first_step = self.state.step + 1
         self.progress.note(f"resumed at step {self.state.step} of {self.config.train.steps}")
 
     def train(self, metrics: MetricsLog, interrupt: Interrupt, stop_after: int | None) -> Outcome:
@@ -143,6 +151,7 @@ class Job:
         state.first_loss = step_loss if state.first_loss is None else state.first_loss
         state.last_loss, self._last_grad_norm = step_loss, grad_norm
         tokens_per_s = train.tokens_per_step / seconds
+        trainer.timeline.memory("host", rss_bytes(), trainer.timeline.clock())
         metrics.write(
             {
                 "step": state.step,
@@ -151,6 +160,7 @@ class Job:
                 "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 "tokens_per_s": round(tokens_per_s, 1),
                 "device_bytes": trainer.device_bytes,
+                "device_peak_bytes": trainer.device_peak_bytes,
             }
         )
         self.progress.step(
@@ -208,13 +218,12 @@ class Job:
         return True
 
     def write_summary(self, outcome: str) -> dict[str, Any]:
-        """Write summary.json and timeline.json; return the summary."""
+        """Write summary.json and the timeline of this part of the run; return the summary."""
         config, state = self.config, self.state
         per_byte = 1 / self.data.heldout_bytes_per_token
         before, after = state.heldout_loss_before, self.heldout_loss_after
         tokens = state.step * config.train.tokens_per_step
-        # The trainer knows of this part of a resumed run; where both have a word, the whole run's counts.
-        summary = self.trainer.summary() | {
+        whole = {
             "run": config.run.name,
             "outcome": outcome,
             "engine_enabled": config.engine.enabled,
@@ -231,9 +240,20 @@ class Job:
             "training_s": state.training_s,
             "tokens_per_s": tokens / state.training_s if state.training_s else 0.0,
         }
+        timeline = self.folder.timeline_of(state.part)
+        # The trainer knows of this part of a resumed run; where both have a word, the whole run's counts.
+        of_part = {key: value for key, value in self.trainer.summary().items() if key not in whole}
+        part = {
+            "number": state.part,
+            "first_step": self._first_step,
+            "steps": state.step + 1 - self._first_step,
+            "timeline": timeline.name if config.engine.timeline else None,
+            "keys": sorted(of_part),
+        }
+        summary = whole | {"part": part} | of_part
         write_json(self.folder.summary, summary)
         if config.engine.timeline:
-            self.trainer.timeline.save(self.folder.timeline)
+            self.trainer.timeline.save(timeline)
         return summary
 
     def _new_waits(self) -> dict[str, int]:
@@ -274,7 +294,14 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
     """
     folder = RunFolder(config.run.folder)
     if resume and not folder.has_checkpoint():
-        raise ConfigError(f"there is nothing to resume in {folder.path}. Run without --resume first.")
+        raise ConfigError(
+            f"there is nothing to resume in {folder.path}. "
+            + (
+                f"The run before it can be gone on with: --set run.name={folder.previous.name} --resume."
+                if RunFolder(folder.previous).has_checkpoint()
+                else "Run without --resume first."
+            )
+        )
     folder.make()
     progress = Progress(config.train.log_every)
     job = Job(config, folder, progress)
@@ -284,11 +311,12 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
         if resume:
             job.resume()
         else:
-            if folder.has_checkpoint():
+            previous = folder.start_over()
+            if previous is not None:
                 progress.note(
-                    f"{folder.path} holds an earlier run: starting over, since --resume was not given"
+                    f"{folder.path} held an earlier run; starting over, since --resume was not given. It is whole in "
+                    f"{previous}/ (--set run.name={previous.name} --resume goes on with it)"
                 )
-            folder.clear()
         return _run(job, stop_after)
     finally:
         progress.close()

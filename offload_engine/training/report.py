@@ -30,6 +30,11 @@ def report_lines(summary: dict[str, Any], timeline: TimelineSummary) -> list[str
             before, after = summary["heldout_nats_per_byte_before"], summary["heldout_nats_per_byte_after"]
             line += f" ({before:.4f} -> {after:.4f} nats per byte)"
         lines.append(line)
+    part = summary["part"]
+    if part["number"] > 1:
+        lines[1:] = [f"all {part['number']} parts of the run: {line}" for line in lines[1:]]
+        last_step = part["first_step"] + part["steps"] - 1
+        lines.append(f"part {part['number']} of the run alone, steps {part['first_step']} to {last_step}:")
     lines.append(_memory_line(summary))
     if summary["precision"] == "fp16" and summary["loss_scale"] is not None:
         lines.append(

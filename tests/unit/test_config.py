@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -10,15 +14,29 @@ import torch
 import offload_engine as oe
 from offload_engine.config import apply_overrides, build, parse_bytes
 
+SIZE_FORMS = "A size is an int of bytes, or text with a number and a unit: '6GiB', '512MiB', '1.5GB'."
+
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"device_memory": "6 gigs"}, "unknown unit 'gigs'"),
-        ({"device_memory": "6"}, "needs a number and a unit"),
-        ({"device_memory": 6e9 + 0.5}, "needs a number and a unit"),
-        ({"device_memory": 0}, "above zero"),
-        ({"device_memory": True}, "size in bytes"),
+        ({"device_memory": "6"}, f"device_memory is '6', which needs a unit: '6GiB', say. {SIZE_FORMS}"),
+        ({"host_memory": "lots"}, f"host_memory is 'lots'. {SIZE_FORMS}"),
+        ({"device_memory": 6e9 + 0.5}, f"device_memory is 6000000000.5 .float.. {SIZE_FORMS}$"),
+        (
+            {"device_memory": 6e9},
+            f"6000000000.0 .float.. {SIZE_FORMS} Did you mean 6000000000, or '5.6 GiB'?",
+        ),
+        ({"device_memory": 0}, f"device_memory is 0; a size must be above zero. {SIZE_FORMS}"),
+        ({"bucket_bytes": -4096}, f"bucket_bytes is -4096; a size must be above zero. {SIZE_FORMS}"),
+        (
+            {"resident_states": "-1GiB"},
+            f"resident_states is '-1GiB'; a size must be above zero. {SIZE_FORMS}",
+        ),
+        ({"device_memory": True}, f"device_memory is True .bool.. {SIZE_FORMS}"),
+        ({"device_memory": 6}, f"device_memory is 6: 6 bytes, too few .* Did you mean '6GiB'.? {SIZE_FORMS}"),
+        ({"host_memory": 512}, "host_memory is 512: 512 bytes, .* Did you mean '512MiB' or '512GiB'"),
         ({"precision": "fp8"}, "Did you mean 'bf16'|Valid: bf16, fp16, fp32"),
         ({"device": "emulate"}, "Did you mean 'emulated'"),
         ({"keep_resident": "yes"}, "keep_resident is 'yes' .str.; bool is needed"),
@@ -37,6 +55,35 @@ def test_wrong_values_are_named_with_what_is_valid(values: dict[str, Any], words
         oe.EngineConfig(**values)
     with pytest.raises(oe.ConfigError, match=words):
         build(oe.EngineConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("cls", "keyword", "nearest"),
+    [
+        (oe.EngineConfig, "device_memmory", "device_memory"),
+        (oe.LinksConfig, "h2d_gps", "h2d_gbps"),
+        (oe.ThreadsConfig, "updates", "update"),
+        (oe.LossScaleConfig, "initial", "init"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest(cls: type, keyword: str, nearest: str) -> None:
+    words = f"unknown keyword '{keyword}' of {cls.__name__}. Did you mean '{nearest}'.? Valid: .*{nearest}"
+    with pytest.raises(oe.ConfigError, match=words):
+        cls(**{keyword: 1})
+    with pytest.raises(oe.ConfigError, match=words):
+        dataclasses.replace(cls(), **{keyword: 1})
+    with pytest.raises(oe.ConfigError, match="given '6GiB' without a keyword"):
+        cls("6GiB")
+
+
+def test_configs_stay_plain_frozen_dataclasses() -> None:
+    config = oe.EngineConfig(device_memory=4096, lookahead_bytes=1)
+    assert (
+        copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config) == config
+    )
+    assert list(inspect.signature(oe.EngineConfig).parameters)[:2] == ["device", "device_memory"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.device_memory = 1  # type: ignore[misc]
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

@@ -99,6 +99,14 @@ def test_table_says_what_it_compares_with(capsys):
     update.main(["--measure", "layouts", "rules", *options])
     text = capsys.readouterr().out
     assert "native (scalar)" in text and "mixed: torch's side is gradient.float()" in text
+    # Under the table, not between its rows, which are those of both measures.
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "share of ceiling" in line)
+    under = next(i for i, line in enumerate(lines) if line.startswith("Each ratio divides"))
+    assert text.count("Each ratio divides") == 1
+    assert all(line.split()[1] == "mixed" for line in lines[start + 1 : under]) and under > start + 2
+    for ratio_name in ("share of ceiling", "over torch", "over deepspeed", "over fp32 states"):
+        assert ratio_name in lines[start] and any(ratio_name in line for line in lines[under:])
 
 
 def test_absence_of_deepspeed_is_said(monkeypatch, capsys):

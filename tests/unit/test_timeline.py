@@ -114,6 +114,38 @@ def test_busy_share_is_the_union_inside_the_steps() -> None:
     assert summary.gb_per_s_by_lane["h2d"] == pytest.approx(100 / (120 + 20 + 110))
 
 
+def test_a_step_holds_no_evaluation_before_it_nor_what_came_before_the_first_forward() -> None:
+    timeline = make()
+    timeline.phase("EVAL", 100, 200)
+    timeline.phase("EVAL", 210, 300)
+    timeline.span("h2d", "for the evaluation", 100, 300, nbytes=1)
+    timeline.phase("FORWARD", 350, 380)
+    timeline.phase("EVAL", 385, 390)  # inside a step: it stays in it
+    timeline.phase("FORWARD", 390, 395)
+    timeline.step(1, 0, 400)
+    timeline.phase("FORWARD", 450, 480)
+    timeline.step(2, 400, 500)
+    timeline.phase("EVAL", 500, 1500)
+    timeline.phase("FORWARD", 1550, 1560)
+    timeline.step(3, 500, 1600)
+    steps = [(event.start_ns, event.end_ns) for event in timeline.events() if event.kind == "step"]
+    assert steps == [(350, 400), (400, 500), (1500, 1600)]
+    summary = timeline.summary()
+    assert summary.busy_share_by_lane["h2d"] == 0
+    assert summary.wall_s == pytest.approx(1250e-9)
+    assert summary.steps_s == pytest.approx(250e-9)
+
+
+def test_evaluation_between_steps_is_named_beside_their_time() -> None:
+    timeline = make()
+    timeline.step(1, 0, 100 * MS)
+    timeline.phase("EVAL", 100 * MS, 300 * MS)
+    timeline.step(2, 100 * MS, 400 * MS)
+    assert (
+        "2 steps in 0.20 s, 100.0 ms each; 0.20 s of evaluation between them." in timeline.summary().words()
+    )
+
+
 def test_paced_time_is_not_busy(tmp_path: Path) -> None:
     timeline = make()
     timeline.span("h2d", "held to its rate", 0, 100, nbytes=200, paced_ns=80)

