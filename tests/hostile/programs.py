@@ -153,7 +153,7 @@ def config_of(script: Script, chance: random.Random) -> dict[str, Any]:
     if script.releases and chance.random() < 0.7:
         timing = chance.choice(("serial", "under_forward"))
         config.update(gradients="release", update_timing=timing, micro_batches=1)
-        config.update(device_share=0.0, resident_states=None)
+        config.update(device_share=0.0, resident_states=None, accumulation="host")
     return config
 
 
