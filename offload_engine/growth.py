@@ -154,7 +154,7 @@ def _layouts(
     for unit in registry.units:
         entries = [entry for entry in unit.entries if entry.index in moving]
         if entries:
-            units.append(Unit(unit.name, unit.module, entries, [], unit.contains_units))
+            units.append(Unit(unit.name, unit.module, entries, [], unit.compiled, unit.contains_units))
     layouts = plan_layout(Registry(list(found), units), bucket_bytes=limit_bytes)
     for layout in layouts:
         layout.index += first

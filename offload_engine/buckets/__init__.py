@@ -9,7 +9,7 @@ from offload_engine.buckets.layout import (
     need_beside,
     plan_layout,
 )
-from offload_engine.buckets.registry import ParameterEntry, Registry, Unit, discover
+from offload_engine.buckets.registry import ParameterEntry, Registry, Unit, discover, is_compiled
 from offload_engine.buckets.states import LAYOUT_KEYS, StateLayout, assign_states
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "check_budget",
     "default_bucket_bytes",
     "discover",
+    "is_compiled",
     "need_beside",
     "plan_layout",
     "state_bytes",

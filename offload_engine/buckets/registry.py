@@ -7,6 +7,7 @@ parameters or modules.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from offload_engine.errors import StateError, UnsupportedError
 if TYPE_CHECKING:
     from offload_engine.buckets.states import StateLayout
 
-__all__ = ["ParameterEntry", "Registry", "Unit", "discover"]
+__all__ = ["ParameterEntry", "Registry", "Unit", "discover", "is_compiled"]
 
 _COMPOSITE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules whose forward reads their children's parameters without calling the children: one unit as a whole."""
@@ -122,6 +123,8 @@ class Unit:
     entries: list[ParameterEntry]
     slots: list[tuple[nn.Module, str, ParameterEntry]]
     """(module, attribute, entry) of each parameter, to notice one that was replaced."""
+    compiled: bool = False
+    """Whether its forward is compiled code, with all that is in it."""
     contains_units: bool = False
     """Whether other units run inside this one's forward."""
 
@@ -330,6 +333,14 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile(module)` made it, or `module.compile()` was called."""
+    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before somebody has imported it
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return True
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _find_units(model: nn.Module, by_param: dict[int, ParameterEntry]) -> list[Unit]:
     units: list[Unit] = []
     inside_composite: set[int] = set()
@@ -338,7 +349,9 @@ def _find_units(model: nn.Module, by_param: dict[int, ParameterEntry]) -> list[U
     for name, module in model.named_modules():
         if id(module) in inside_composite:
             continue
-        composite = isinstance(module, _COMPOSITE)
+        # Hooks inside of compiled code would part it into pieces; the whole model is too much to fetch at once.
+        compiled = is_compiled(module) and module is not model
+        composite = compiled or isinstance(module, _COMPOSITE)
         sources = list(module.modules()) if composite else [module]
         if composite:
             inside_composite.update(id(child) for child in sources)
@@ -356,7 +369,7 @@ def _find_units(model: nn.Module, by_param: dict[int, ParameterEntry]) -> list[U
             owner_name = owner_name.rpartition(".")[0]
         unit = by_module.get(id(owner))
         if unit is None:
-            unit = Unit(owner_name or "model", owner, [], [])
+            unit = Unit(owner_name or "model", owner, [], [], compiled)
             by_module[id(owner)] = unit
             units.append(unit)
         unit.slots.extend(slots)

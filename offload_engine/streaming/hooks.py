@@ -9,6 +9,7 @@ Note: life of a unit.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,8 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_engine.buckets import Bucket, ParameterEntry, Registry, Unit
+from offload_engine.buckets import Bucket, ParameterEntry, Registry, Unit, is_compiled
 from offload_engine.device import Device
+from offload_engine.device.torch_modes import (
+    keep_out_of_compiled_code,
+    lift_function_modes,
+    put_back_function_modes,
+)
 from offload_engine.errors import StateError
 from offload_engine.streaming.activations import ActivationStore
 from offload_engine.streaming.external import ExternalChanges
@@ -31,6 +37,8 @@ from offload_engine.streaming.structures import map_tensors, tensors_in
 from offload_engine.timeline import BACKWARD, EVAL, FORWARD
 
 __all__ = ["Streamer"]
+
+_log = logging.getLogger("offload_engine")
 
 _graph_task_id = torch._C._current_graph_task_id
 _no_modes = torch._C.DisableTorchFunction
@@ -110,6 +118,8 @@ class Streamer:
         self._in_use: _Frame = ()
         self._unit_buckets: dict[int, list[Bucket]] = {}
         self._handles: list[Any] = []
+        self._lifted: list[list[Any]] = []
+        """The engines' function modes, taken away while compiled units run."""
         self._takers: dict[int, Any] = {}
         """Index of a parameter -> the handle of the hook that takes its gradient."""
         self._has_old_buckets = False
@@ -121,6 +131,11 @@ class Streamer:
             )
         self._hook_modules(model)
         self._hook_parameters()
+        if device.counts_everything and any(map(is_compiled, model.modules())):
+            _log.warning(
+                "torch.compile: off (the emulated device's memory ledger counts every operation, and torch compiles "
+                "nothing under such a mode; memory_ledger = false lets it)"
+            )
 
     def _hook_modules(self, model: nn.Module) -> None:
         units = {id(unit.module): unit for unit in self._registry.units}
@@ -164,7 +179,7 @@ class Streamer:
     def _hook_parameters(self) -> None:
         for entry in self._registry.entries:
             if entry.trainable and entry.index not in self._takers:
-                before = self._gradient_hook(self._before_accumulate, entry)
+                before = self._gradient_hook(Streamer._before_accumulate, entry)
                 self._handles.append(entry.param.register_hook(before))
                 self._take_last(entry)
 
@@ -174,20 +189,29 @@ class Streamer:
             self._take_last(entry)
         self._gradients.before_accumulate(entry)
 
+    def _after_accumulate(self, entry: ParameterEntry) -> None:
+        self._gradients.after_accumulate(entry)
+
     def _take_last(self, entry: ParameterEntry) -> None:
         """Take the gradient after all hooks of the user's own, which find it in `p.grad`."""
         if entry.index in self._takers:
             self._takers[entry.index].remove()
-        after = self._gradient_hook(self._gradients.after_accumulate, entry)
+        after = self._gradient_hook(Streamer._after_accumulate, entry)
         self._takers[entry.index] = entry.param.register_post_accumulate_grad_hook(after)
 
     def _gradient_hook(
-        self, act: Callable[[ParameterEntry], None], entry: ParameterEntry
+        self, act: Callable[[Streamer, ParameterEntry], None], entry: ParameterEntry
     ) -> Callable[[torch.Tensor], None]:
+        # Weakly: the garbage collector does not see what hooks on the accumulation of a gradient refer to, and would
+        # keep an engine that nobody names any more, with all its memory.
+        streamer, its = weakref.ref(self), weakref.ref(entry)
+
         def hook(_: torch.Tensor) -> None:
-            with _no_modes():
-                self._begin_backward()
-                act(entry)
+            alive, found = streamer(), its()
+            if alive is not None and found is not None:
+                with _no_modes():
+                    alive._begin_backward()
+                    act(alive, found)
 
         return hook
 
@@ -226,6 +250,7 @@ class Streamer:
             return changed
 
     def _begin_pass(self) -> None:
+        keep_out_of_compiled_code("offload_engine.streaming", "offload_engine.optim", "offload_engine.device")
         self._pass_kind = FORWARD if torch.is_grad_enabled() else EVAL
         self._order.begin(self._pass_kind)
         self._activations.begin_forward()
@@ -305,6 +330,8 @@ class Streamer:
         self._registry.check_slots(unit)
         self._hold(unit)
         self._stack.append(unit)
+        if unit.compiled:
+            self._lifted.append(lift_function_modes())  # torch compiles no more than pieces under them
 
     def _exit(self, unit: Unit, output: Any) -> Any:
         with _no_modes():
@@ -312,6 +339,8 @@ class Streamer:
 
     def _exit_unit(self, unit: Unit, output: Any) -> Any:
         """Let go of the unit. Runs also when its forward raised (then `output` is None)."""
+        if unit.compiled and _graph_task_id() == -1 and unit in self._stack:
+            put_back_function_modes(self._lifted.pop())
         recomputing = _graph_task_id() != -1
         stack = self._recompute_stack if recomputing else self._stack
         while (
@@ -506,6 +535,8 @@ class Streamer:
         self._end_open_pass()
 
     def _end_open_pass(self) -> None:
+        while self._lifted and self._root_depth == 0:
+            put_back_function_modes(self._lifted.pop())
         while self._stack and self._root_depth == 0:
             self._let_go(self._stack.pop())
         if self._pass_kind and self._root_depth == 0:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.compatibility.harness import CASES, STEPS, Case, Open, Values, batch, case, mlp, trained, words
@@ -149,28 +150,54 @@ CASES += [
 ]
 
 
-def _compiled(make: Open, backend: str) -> Values:
+def _counted(values: Values) -> Values:
+    """Return the values; raise if nothing was compiled."""
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "torch compiled nothing"
+    return values
+
+
+def _fresh_compiler() -> None:
     torch._dynamo.reset()
-    model = mlp(depth=4)
-    for index in (2, 4):
+    torch._dynamo.utils.counters.clear()
+
+
+class Block(nn.Module):
+    """Not an nn.Sequential, of which `.compile()` compiles nothing (torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(9), nn.Linear(9, 12), nn.Linear(12, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _blocks() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 9), Block(), Block(), nn.Linear(9, 3))
+
+
+def _compiled(make: Open, backend: str) -> Values:
+    _fresh_compiler()
+    model = _blocks()
+    for index in (1, 2):
         model[index] = torch.compile(model[index], backend=backend)
-    return trained(make(model))
+    return _counted(trained(make(model, memory_ledger=False)))
 
 
 def _compiled_after(make: Open, backend: str) -> Values:
-    torch._dynamo.reset()
-    model = mlp(depth=4)
-    loop = make(model)
-    for index in (2, 4):
+    _fresh_compiler()
+    model = _blocks()
+    loop = make(model, memory_ledger=False)
+    for index in (1, 2):
         model[index].compile(backend=backend)
-    return trained(loop)
+    return trained(loop)  # under the engine's hooks torch compiles nothing of it
 
 
 def _compiled_whole(make: Open, backend: str) -> Values:
-    """The whole model is fused otherwise where the engine's hooks part it: SGD keeps that at the rounding it is."""
-    torch._dynamo.reset()
+    """The engine's hooks part the whole, which then is not fused: SGD keeps that at the rounding it is."""
+    _fresh_compiler()
     model = mlp()
-    loop = make(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    loop = make(model, torch.optim.SGD(model.parameters(), lr=1e-2), memory_ledger=False)
     whole = torch.compile(model, backend=backend)
     return trained(loop, lambda step: whole(batch(step)).square().mean())
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,93 @@ def test_a_time_that_is_no_number_is_refused() -> None:
 
     with pytest.raises(ValueError, match="not a number"):
         kernels.load("native", "auto").Event.manual().wait(float("nan"))
+
+
+# Ends.
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"activations": "offload", "activation_modules": ("1",)},
+        {"memory_ledger": False},
+        {"update_timing": "during_backward"},
+    ],
+    ids=str,
+)
+def test_an_engine_that_nobody_names_any_more_goes_with_its_memory(config: dict[str, Any]) -> None:
+    """As a notebook's cell that is run again drops the last one, without close()."""
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    model, optimizer, engine = wrapped(**config)
+    backward(engine)
+    engine.step()
+    slabs = [
+        weakref.ref(slab.untyped_storage()) for bucket in engine._buckets for slab in bucket.slabs.values()
+    ]
+    alive = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert alive() is not None  # its model and optimizer still act on it
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    assert all(slab() is None for slab in slabs)
+    assert torch.ones(2).sum() == 2
+    with wrapped()[2]:
+        pass  # a new one takes what the old one left in the stacks away
+    assert (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()) == modes
+
+
+# Compiled blocks.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor, fail: bool = False) -> torch.Tensor:
+        y = torch.tanh(self.up(x))
+        if fail:
+            raise ValueError("as asked")
+        return x + self.down(y)
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile()"])
+def test_a_block_compiled_before_wrapping_stays_one_graph(how: str) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    block: Any = Block()
+    if how == "torch.compile":
+        block = torch.compile(block, backend=backend)
+    else:
+        block.compile(backend=backend)
+    model = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = oe.EngineConfig(device="emulated", memory_ledger=False, bucket_bytes=1)
+    with oe.OffloadEngine(model, optimizer, config) as engine:
+        modes = torch._C._len_torch_function_stack()
+        for seed in range(3):
+            backward(engine, seed)
+            engine.step()
+            engine.zero_grad()
+        assert len(graphs) == 1
+        with pytest.raises(ValueError, match="as asked"):
+            block(torch.ones(2, 8), True)
+        assert torch._C._len_torch_function_stack() == modes
+        assert engine.steps == 3
+
+
+def test_compiling_that_the_ledger_prevents_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="offload_engine")
+    model = nn.Sequential(nn.Linear(8, 8), torch.compile(Block(), backend="eager"))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with oe.OffloadEngine(model, optimizer, oe.EngineConfig(device="emulated")) as engine:
+        backward(engine)
+    assert "torch.compile: off (the emulated device's memory ledger" in caplog.text
