@@ -187,7 +187,7 @@ def _compiled(make: Open, backend: str) -> Values:
 def _compiled_after(make: Open, backend: str) -> Values:
     _fresh_compiler()
     model = _blocks()
-    loop = make(model, memory_ledger=False)
+    loop = make(model, torch.optim.SGD(model.parameters(), lr=1e-2), memory_ledger=False)
     for index in (1, 2):
         model[index].compile(backend=backend)
     return trained(loop)  # under the engine's hooks torch compiles nothing of it

@@ -24,8 +24,8 @@ REFUSED = {
     "torch.amp.GradScaler, enabled, precision = 'fp16'": "leave a GradScaler of your own out",
     "transformers.Trainer (OffloadTrainer), fp16=True": "Use bf16 = True",
 }
-OTHERWISE_FUSED = "torch.compile of the whole model"
-"""Torch's own SGD, and kernels that end where the engine's hooks are: equal to fp32's rounding."""
+OTHERWISE_FUSED = ("torch.compile of the whole model", "torch.compile of blocks after wrapping")
+"""Torch's own SGD, and nothing fused where the engine's hooks are: equal to fp32's rounding."""
 
 
 def cases(*, hub: bool) -> list[Case]:
