@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,23 @@ def test_what_accelerate_cannot_do_beside_the_engine(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.MULTI_GPU)
     with pytest.raises(oe.UnsupportedError, match="set up for MULTI_GPU.*without `accelerate launch`"):
         prepare(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 2}, "world_size = 2. Start one process"),
+        ({"n_gpu": 4}, "n_gpu = 4. Show the process one device"),
+        ({"deepspeed": "zero3.json"}, "deepspeed. Leave it out"),
+        ({"fsdp": "full_shard"}, "fsdp. Leave it out"),
+        ({"fp16": True}, "fp16 = True. Use bf16 = True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_arguments_that_ask_for_what_goes_on_beside_the_engine(changes: dict[str, Any], words: str) -> None:
+    from offload_engine.integrations.trainer import _check
+
+    plain = {"world_size": 1, "n_gpu": 0, "deepspeed": None, "fsdp": "", "fp16": False, "max_grad_norm": 1.0}
+    _check(types.SimpleNamespace(**plain), SMALL)  # type: ignore[arg-type]
+    with pytest.raises(oe.UnsupportedError, match=words):
+        _check(types.SimpleNamespace(**{**plain, **changes}), SMALL)  # type: ignore[arg-type]
