@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_engine.device.base import DeviceBuffer, Transfer
 from offload_engine.device.emulated import EmulatedDevice
@@ -347,11 +346,10 @@ _BLIND = frozenset(
 """Operators that look at no element of their arguments."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch:
     """Notes what every operator of this thread reads and writes."""
 
     def __init__(self, graph: EventGraph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
         self._writes_of: dict[Any, frozenset[int | str] | None] = {}
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_engine.config import format_bytes
 
@@ -39,7 +38,7 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     nbytes: int
 
 
-class MemoryLedger(TorchDispatchMode):
+class MemoryLedger:
     """Counts device bytes of operator outputs on the thread that it is inserted on.
 
     Args:
@@ -55,7 +54,6 @@ class MemoryLedger(TorchDispatchMode):
         discharge: Callable[[int], None],
         absent: dict[int, Callable[[], None]],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._charge = charge
         self._discharge = discharge
         self._absent = absent

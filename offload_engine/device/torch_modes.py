@@ -62,7 +62,7 @@ def _function_stack() -> tuple[Callable[[], int], Callable[[], Any], Callable[[A
 
 
 def _stack(mode: object) -> tuple[Callable[[], int], Callable[[], Any], Callable[[Any], Any]]:
-    if isinstance(mode, function_modes.TorchFunctionMode):
+    if hasattr(mode, "__torch_function__"):
         return _function_stack()
     return torch._C._len_torch_dispatch_stack, dispatch_modes._pop_mode, dispatch_modes._push_mode
 
@@ -79,9 +79,9 @@ def insert_mode(mode: object) -> None:
     """Make `mode` the outermost mode of this thread for as long as it lives and until `remove_mode`.
 
     Args:
-        mode: a TorchFunctionMode or TorchDispatchMode, held weakly.
+        mode: has `__torch_function__` or `__torch_dispatch__`, as torch's modes have; held weakly.
     """
-    kind = _FunctionEntry if isinstance(mode, function_modes.TorchFunctionMode) else _DispatchEntry
+    kind = _FunctionEntry if hasattr(mode, "__torch_function__") else _DispatchEntry
     length, pop, push = _stack(mode)
     others = _pop_all(length, pop)
     for each in (kind(mode), *others):

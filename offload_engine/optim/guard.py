@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from offload_engine.buckets import Bucket
 from offload_engine.device.torch_modes import insert_mode, remove_mode
@@ -76,7 +75,7 @@ def _kind_of(function: Any) -> int:
     return _WRITE if writes_in_place(function) or _name_of(function) in _HANDING_OUT else _READ
 
 
-class ReadGuard(TorchFunctionMode):
+class ReadGuard:
     """Owns: its place in the mode stacks, from `install` to `remove`.
 
     Args:
@@ -87,7 +86,6 @@ class ReadGuard(TorchFunctionMode):
     def __init__(
         self, buckets: Iterable[Bucket], wait: Callable[[Bucket, str], None], touched: Touched
     ) -> None:
-        super().__init__()
         self._wait = wait
         self._touched = touched
         # Held storages keep their ids: torch has one Python object per memory block as long as somebody holds it.

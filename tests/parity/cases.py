@@ -479,6 +479,13 @@ def reparametrised() -> nn.Sequential:
     )
 
 
+NOT_IN_BF16 = {
+    "recurrent": "bf16 LSTM is not there on every CPU",
+    "reparametrised": "orthogonal and spectral norms have no bf16 kernels",
+}
+"""Cases that torch itself does not run in bf16."""
+
+
 class Scaled(torch.autograd.Function):
     """A custom function that saves a weight and reads it in backward."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offload_engine as oe
-from tests.parity.cases import BY_NAME, CASES
+from tests.parity.cases import BY_NAME, CASES, NOT_IN_BF16
 from tests.parity.harness import (
     Case,
     Recipe,
@@ -56,6 +56,8 @@ def offloading(case: Case, recipe: Recipe, **config: Any) -> tuple[Record, int]:
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case(case: Case, precision: str) -> None:
+    if precision == "bf16" and case.name in NOT_IN_BF16:
+        pytest.skip(NOT_IN_BF16[case.name])
     recipe = Recipe(steps=4, micro_batches=2, tamper=everything)
     keep = run(case, Recipe(steps=4, micro_batches=2), precision=precision, device_memory="1GiB")
     ours, offloads = offloading(case, recipe, precision=precision, device_memory="1GiB")

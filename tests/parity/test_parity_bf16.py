@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.cases import CASES, square
+from tests.parity.cases import CASES, NOT_IN_BF16, square
 from tests.parity.harness import (
     Case,
     Net,
@@ -25,8 +25,7 @@ OTHER_ORDER = {
     "checkpointed reentrant": "the plain loop adds the parts of a shared layer's gradient in bf16, the engine in fp32",
     "checkpointed mixed": "as above",
     "rewriting": "the plain loop's masters do not see what the model writes into its bf16 weights",
-    "recurrent": "bf16 LSTM is not there on every CPU",
-    "reparametrised": "orthogonal and spectral norms have no bf16 kernels",
+    **NOT_IN_BF16,
 }
 EXACT = [case for case in CASES if case.name not in OTHER_ORDER]
 
