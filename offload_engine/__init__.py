@@ -15,6 +15,7 @@ from offload_engine.errors import (
     KernelError,
     NonFiniteError,
     OffloadEngineError,
+    RankError,
     StateError,
     UnsupportedError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadEngine",
     "OffloadEngineError",
+    "RankError",
     "SignSGD",
     "StateError",
     "StepPlan",

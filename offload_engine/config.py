@@ -27,6 +27,7 @@ __all__ = [
     "LossScaleConfig",
     "MasterLayout",
     "MomentsLayout",
+    "ParallelConfig",
     "ThreadsConfig",
     "apply_overrides",
     "build",
@@ -147,6 +148,41 @@ def _checked_keywords(cls: type[T]) -> type[T]:
 
     setattr(cls, "__init__", checked)  # noqa: B010 - mypy refuses the plain assignment
     return cls
+
+
+@_checked_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks each kind of parallelism has; their product is the number of ranks."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int | None = None
+    """Replicas of the model that see different data; None: what the other axes leave."""
+    cp: int = 1
+    """Ranks that share out one sequence."""
+    tp: int = 1
+    """Ranks that share out matrices and heads."""
+    ep: int = 1
+    """Ranks of dp x cp that share out the experts."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What the ranks of dp x cp share out: nothing, masters and moments, gradients too, parameters too."""
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "dp", "cp", "tp", "ep"):
+            value = getattr(self, axis)
+            if (value is not None or axis != "dp") and (type(value) is not int or value < 1):
+                raise ConfigError(f"parallel.{axis} is {value!r}; it is a number of ranks, from 1 up.")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"parallel.zero_stage is {self.zero_stage!r}. Valid: 0, 1, 2, 3.")
+
+    def words(self) -> str:
+        """Return the settings that differ from one rank, for messages."""
+        chosen = {axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
+        return (
+            ", ".join(f"{axis} = {value}" for axis, value in chosen.items() if value not in (None, 1))
+            or "dp = 1"
+        )
 
 
 @_checked_keywords

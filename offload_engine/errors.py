@@ -17,6 +17,7 @@ __all__ = [
     "KernelError",
     "NonFiniteError",
     "OffloadEngineError",
+    "RankError",
     "StateError",
     "UnsupportedError",
 ]
@@ -32,6 +33,10 @@ class ConfigError(OffloadEngineError, ValueError):
 
 class BuildError(OffloadEngineError, ImportError):
     """The native extension is missing or does not fit this machine."""
+
+
+class RankError(OffloadEngineError):
+    """Another rank is gone, does not answer, or is not what this one takes it for; the message names it."""
 
 
 class KernelError(OffloadEngineError):

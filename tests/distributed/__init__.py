@@ -1,0 +1,1 @@
+"""Tests of several ranks: processes with gloo between them."""
