@@ -165,7 +165,7 @@ class ParallelConfig:
     """Ranks that share out matrices and heads."""
     ep: int = 1
     """Ranks of dp x cp that share out the experts."""
-    zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_stage: Literal[0, 1, 2, 3] = 0
     """What the ranks of dp x cp share out: nothing, masters and moments, gradients too, parameters too."""
 
     def __post_init__(self) -> None:
@@ -342,6 +342,8 @@ class EngineConfig:
     """Size of the timeline's ring buffer; totals are kept beyond it."""
     threads: ThreadsConfig = dataclasses.field(default_factory=ThreadsConfig)
     """Split of the cores."""
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    """What the ranks of a running process group do; by default they are replicas that see different data."""
     links: LinksConfig = dataclasses.field(default_factory=LinksConfig)
     """Rates of the emulated links."""
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)

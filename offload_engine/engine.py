@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from offload_engine.optim import (
 )
 from offload_engine.plan import StepPlan
 from offload_engine.policy import check_plan, facts_of, plan_of, run_summary, setup_lines, spared_buckets
+from offload_engine.replicas import Replicas
 from offload_engine.streaming import (
     ActivationStore,
     ExternalChanges,
@@ -128,6 +128,7 @@ class OffloadEngine(Owner):
         registry = discover(model, optimizer.param_groups, precision, filled=weights is not None)
         values = MetaValues(model, registry, weights)
         refuse_wrapped(registry)
+        self._replicas = replicas = Replicas(config, registry)
         self._kind = kind = type(optimizer)
         assign_states(registry, config, partial(state_keys, kind=kind), partial(updates_matrices, kind=kind))
         check_states(registry, dict(optimizer.state))
@@ -135,6 +136,7 @@ class OffloadEngine(Owner):
         offloaded = offloadable(model, config.activation_modules) if offloads else {}
 
         with ExitStack() as undo:  # on any error in here the model stays as it was
+            undo.callback(replicas.close)
             self.device: Device = open_device(config, backend, copy_threads=threads.copies)
             undo.callback(self.device.close)
             undo.callback(values.undo)
@@ -143,7 +145,8 @@ class OffloadEngine(Owner):
                 self.device.move_buffer(buffer)
             budget = self.device.budget_bytes
             bucket_bytes = sized(config.bucket_bytes) or default_bucket_bytes(registry, budget)
-            layouts = plan_layout(registry, bucket_bytes=bucket_bytes)
+            layouts = plan_layout(registry, bucket_bytes=bucket_bytes, **replicas.place)
+            replicas.compare_layouts(layouts)
             check_budget(registry, layouts, budget, self.device.used_bytes())
             self.timeline = Timeline(
                 time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline
@@ -168,6 +171,7 @@ class OffloadEngine(Owner):
         for bucket in self._buckets:
             bucket.adopt(self.device)
         self._wire(model, optimizer, offloaded, plan)
+        replicas.start(model, registry, self._buckets, self._gradients, self.timeline)
         self.steps = 0
         """Optimizer steps done by this engine and by the checkpoint that it loaded."""
         self._step_start_ns = self.timeline.clock()
@@ -175,7 +179,9 @@ class OffloadEngine(Owner):
         above = self._activations, self._updates, self._stepper, self.timeline
         self._facts = partial(facts_of, *below, *above)
         self.model_state_bytes = self._facts().state_bytes
-        self._words = setup_lines(self._facts(), backend.describe(), threads.sentence(), *binding.refusals)
+        self._words = setup_lines(
+            self._facts(), backend.describe(), threads.sentence(), *binding.refusals, *replicas.words()
+        )
         self._updates.guard.install()
         take_over(registry, self)
         self._closed = False
@@ -337,11 +343,10 @@ class OffloadEngine(Owner):
         self._check_open()
         return self._micro_batches.train(batches, loss_fn, order)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do nothing: for loops written for DistributedDataParallel. Gradients are added up in any case."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a block in which backwards add up on each rank by itself; the next one outside averages the sums."""
         self._check_open()
-        yield
+        return self._replicas.no_sync()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale (fp16; else the loss itself), for a `backward()` of your own."""
@@ -478,7 +483,9 @@ class OffloadEngine(Owner):
             self._settle_values()
             facts = {"steps": self.steps, "precision": self.config.precision, "extra": extra or {}}
             generators = generator_states(self.device.torch_device)
-            save_state(path, *self._kept(), {**facts, **self._stepper.facts()}, generators)
+            with self._replicas.writing(self._buckets) as writes:
+                if writes:
+                    save_state(path, *self._kept(), {**facts, **self._stepper.facts()}, generators)
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Take over a checkpoint: values, moments, counters, settings, buffers, random generators.
@@ -585,16 +592,9 @@ class OffloadEngine(Owner):
         give_up(self._registry)
         self._updates.guard.remove()
         self.device.set_pressure_handler(None)
+        self._replicas.close()
         self._cpu_lane.close()
         self._gradient_lane.close()
         self._pool.close()
         self.device.close()
         self._slabs.close()
-
-    def __enter__(self) -> OffloadEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

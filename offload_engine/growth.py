@@ -116,7 +116,7 @@ def grow(
             entry.step = torch.zeros((), dtype=torch.float32)
         rules = partial(state_keys, kind=kind), partial(updates_matrices, kind=kind)
         assign_states(Registry(list(found), []), config, *rules)
-        layouts = _layouts(registry, found, limit, len(buckets))
+        layouts = _layouts(registry, found, limit, buckets)
         check_budget(registry, [*(b.layout for b in buckets), *layouts], budget, device.used_bytes())
         undo.enter_context(slabs.all_or_none())
         new = allocate_buckets(layouts, slabs, device, config)
@@ -146,16 +146,20 @@ def _restore(entry: ParameterEntry, values: dict[str, Any]) -> None:
 
 
 def _layouts(
-    registry: Registry, found: Sequence[ParameterEntry], limit_bytes: int, first: int
+    registry: Registry, found: Sequence[ParameterEntry], limit_bytes: int, buckets: Sequence[Bucket]
 ) -> list[BucketLayout]:
-    """Lay out these parameters alone, in buckets numbered from `first` on; fills in their bucket and offset."""
+    """Lay out these parameters alone, in buckets numbered after those there are; fills in their bucket and offset."""
+    first = len(buckets)
+    shard = buckets[0].layout.shard
     moving = {entry.index for entry in found}
     units = []
     for unit in registry.units:
         entries = [entry for entry in unit.entries if entry.index in moving]
         if entries:
             units.append(Unit(unit.name, unit.module, entries, [], unit.compiled, unit.contains_units))
-    layouts = plan_layout(Registry(list(found), units), bucket_bytes=limit_bytes)
+    layouts = plan_layout(
+        Registry(list(found), units), bucket_bytes=limit_bytes, rank=shard.rank, world=shard.world
+    )
     for layout in layouts:
         layout.index += first
         for entry in layout.entries:

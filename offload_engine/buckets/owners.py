@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from types import TracebackType
+from typing import Self
 
 from offload_engine.buckets.registry import Registry
 from offload_engine.errors import StateError
@@ -14,7 +16,18 @@ _owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary(
 
 
 class Owner:
-    """One of a kind: what has a model's parameters is not copied or pickled."""
+    """One of a kind: what has a model's parameters is not copied or pickled. `with` closes it."""
+
+    def close(self) -> None:
+        """Give everything back; the owner's own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __reduce__(self) -> str:
         raise StateError(

@@ -14,13 +14,14 @@ import math
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload_engine.config import ParallelConfig
 from offload_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AXES", "Layout", "Mesh", "build_mesh", "layout_of"]
 
@@ -211,6 +212,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
             f"the layout {layout.words()} has {layout.world} ranks, torch.distributed {dist.get_world_size()}. Start "
             f"as many, as in torchrun --nproc-per-node {layout.world}."
         )
+    from torch.distributed.device_mesh import init_device_mesh  # takes a while to import, and is for few
+
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     shard = _flat_shard(mesh)

@@ -1,6 +1,7 @@
 """Streaming: module hooks, the learned order, fetching and evicting buckets, gradients on their way to the host."""
 
 from offload_engine.streaming.activations import ActivationStore, offloadable
+from offload_engine.streaming.exchange import GradientExchange
 from offload_engine.streaming.external import ExternalChanges, Touched
 from offload_engine.streaming.gradients import GradientStore
 from offload_engine.streaming.hooks import Streamer
@@ -15,6 +16,7 @@ from offload_engine.streaming.structures import map_tensors, moved
 __all__ = [
     "ActivationStore",
     "ExternalChanges",
+    "GradientExchange",
     "GradientRelease",
     "GradientStore",
     "LaneLog",

@@ -87,6 +87,8 @@ class GradientStore:
         """Backwards per step, as declared; None: as many as the last step had. A hint."""
         self.on_complete: Callable[[Bucket], None] | None = None
         """Called when all gradients that a bucket is expected to get in this step are on their way to the host."""
+        self.after_backward: Callable[[], None] = lambda: None
+        """Called when a backward has ended well, and its gradients are in `param.grad`."""
         self._complete: set[int] = set()
         self._arrived: dict[int, int] = {}
         """Parameter -> the micro-batch whose gradient came last, in the backward in progress."""
@@ -478,6 +480,12 @@ class GradientStore:
             assert entry.grad_view is not None
             entry.param.grad = entry.grad_view
             entry.grad_seen_version = entry.grad_view._version
+        if not failed:
+            self.after_backward()
+
+    def sums_of(self, bucket: Bucket) -> torch.Tensor:
+        """Return the fp32 sums of a bucket in another dtype, allocated if they are not there yet."""
+        return self._accumulator(bucket)
 
     def _give_back(self) -> None:
         """Put back into `param.grad` what no new gradient came for: `torch.autograd.grad` leaves none there."""

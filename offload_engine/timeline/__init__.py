@@ -7,6 +7,7 @@ from offload_engine.timeline.chrome import load, merge, save
 from offload_engine.timeline.events import (
     BACKWARD,
     CAUSE_ACTIVATION,
+    CAUSE_COLLECTIVE,
     CAUSE_FETCH,
     CAUSE_GRADIENT,
     CAUSE_MEMORY,
@@ -37,6 +38,7 @@ __all__ = [
     "BACKWARD",
     "CAUSES",
     "CAUSE_ACTIVATION",
+    "CAUSE_COLLECTIVE",
     "CAUSE_FETCH",
     "CAUSE_GRADIENT",
     "CAUSE_MEMORY",

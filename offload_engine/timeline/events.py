@@ -35,8 +35,18 @@ CAUSE_GRADIENT = "gradient"  # room for, or the copy of, a gradient on its way t
 CAUSE_NORM = "norm"  # the global gradient norm
 CAUSE_MEMORY = "memory"  # device memory had to be freed first
 CAUSE_ACTIVATION = "activation"  # an activation on its way to the host, or back for backward
+CAUSE_COLLECTIVE = "collective"  # other ranks, and what they exchange
 CAUSE_READ = "read"  # a reader (checkpoint, state_dict, norm) waited for pending work
-CAUSES = (CAUSE_FETCH, CAUSE_UPDATE, CAUSE_GRADIENT, CAUSE_NORM, CAUSE_MEMORY, CAUSE_ACTIVATION, CAUSE_READ)
+CAUSES = (
+    CAUSE_FETCH,
+    CAUSE_UPDATE,
+    CAUSE_GRADIENT,
+    CAUSE_NORM,
+    CAUSE_MEMORY,
+    CAUSE_ACTIVATION,
+    CAUSE_COLLECTIVE,
+    CAUSE_READ,
+)
 
 # Kinds of events.
 SPAN = "span"

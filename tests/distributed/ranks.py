@@ -18,7 +18,7 @@ import torch.distributed as dist
 __all__ = ["RankFailedError", "on_ranks", "start_ranks"]
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "offload_engine"])
+_server.set_forkserver_preload(["torch._dynamo", "torch.distributed.device_mesh", "offload_engine"])
 
 
 class RankFailedError(AssertionError):
