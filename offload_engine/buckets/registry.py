@@ -259,8 +259,9 @@ def _check_meta(param: nn.Parameter, name: str, filled: bool) -> None:
         or weakref.getweakrefs(param)
     ):
         raise UnsupportedError(
-            f"parameter '{name}' is on the meta device and has hooks or weak references, which would stay with the "
-            f"tensor without values. Add them after wrapping."
+            f"parameter '{name}' is on the meta device and has hooks or weak references (nn.LSTM and its like keep "
+            f"some), which would stay with the tensor without values. Add them after wrapping, or make this module "
+            f"outside parameters_on_meta(), with its values."
         )
 
 

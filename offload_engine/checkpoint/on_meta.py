@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 __all__ = ["parameters_on_meta"]
+
+_log = logging.getLogger("offload_engine")
 
 
 @contextmanager
@@ -39,3 +42,11 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+    held = [shell for original, shell in made.values() if original() is not None]
+    if held:
+        shapes = ", ".join(str(tuple(shell.shape)) for shell in held[:5])
+        _log.warning(
+            f"{len(held)} parameters made under parameters_on_meta() (shapes {shapes}) are held by something beside "
+            f"their modules, a list or a variable, which has the object from before: what computes with that trains "
+            f"another parameter. Read them from their modules."
+        )

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload_engine.buckets import Bucket, Registry
 from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, some_names
+from offload_engine.checkpoint.save import persistent_buffers
 from offload_engine.errors import CheckpointError, StateError
 
 __all__ = ["MetaValues", "WeightFiles", "WeightSource", "Weights", "open_weights"]
@@ -135,7 +136,8 @@ class MetaValues:
         self._model = model
         self._entries = [entry for entry in registry.entries if entry.param.is_meta]
         self._moved: list[tuple[nn.Module, str, torch.Tensor]] = []
-        there = set(self._weights)  # `in` of a mapping may read the tensor
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        there = self._there = set(self._weights)  # `in` of a mapping may read the tensor
         self._names = {e.index: [name for name in e.names if name in there][:1] for e in self._entries}
         names = {name for entry in registry.entries for name in entry.names}
         buffers = dict(model.named_buffers())
@@ -155,6 +157,13 @@ class MetaValues:
             )
         if extra:
             _log.warning(f"the model has no place for these weights, which are not read:{extra}.")
+        whole = [e.name for e in registry.entries if not e.param.is_meta and there.intersection(e.names)]
+        if whole:
+            _log.warning(
+                some_names(
+                    "not on the meta device, and so left as they are, though the weights have them:", whole
+                )
+            )
 
     def _value(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the dtype and shape of `like`, as `load_state_dict` would copy it."""
@@ -167,16 +176,22 @@ class MetaValues:
         return value.detach().to(like.dtype)
 
     def fill_buffers(self) -> None:
-        """Put whole buffers in the places of those on the meta device."""
+        """Put whole buffers in the places of those on the meta device, and saved values into the others."""
+        saved = persistent_buffers(self._model)
         for path, buffer in list(self._model.named_buffers()):
             if buffer.is_meta:
                 owner, _, attribute = path.rpartition(".")
                 module = self._model.get_submodule(owner)
                 module._buffers[attribute] = self._value(path, buffer).clone()
                 self._moved.append((module, attribute, buffer))
+            elif path in saved and path in self._there:
+                self._overwritten.append((buffer, buffer.clone()))
+                buffer.copy_(self._value(path, buffer))
 
     def undo(self) -> None:
-        """Give the model its buffers on the meta device back."""
+        """Give the model its buffers back as they were."""
+        for buffer, value in self._overwritten:
+            buffer.copy_(value)
         for module, attribute, buffer in self._moved:
             module._buffers[attribute] = buffer
 

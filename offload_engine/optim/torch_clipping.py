@@ -30,6 +30,8 @@ _refused: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 _NAMES = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 """The functions that change gradients. `clip_grad_norm_` calls the first one, wherever it was imported to."""
+_GROUPING = "_group_tensors_by_device_and_dtype"
+"""What norms and `clip_grad_value_` call with the gradients, wherever they were imported to."""
 
 
 def refuse_torch_clipping(params: Iterable[tuple[str, torch.Tensor]], why: str) -> None:
@@ -47,12 +49,23 @@ def refuse_torch_clipping(params: Iterable[tuple[str, torch.Tensor]], why: str) 
                 if function is not None:
                     _originals[place, name] = function
                     setattr(place, name, _asking(function))
+        grouping = getattr(clip_grad, _GROUPING, None)
+        if grouping is not None:
+            _originals[clip_grad, _GROUPING] = grouping
+            setattr(clip_grad, _GROUPING, _asking_for_gradients(grouping))
 
 
 def allow_torch_clipping(params: Iterable[torch.Tensor]) -> None:
     """Undo `refuse_torch_clipping`. Idempotent; with the last parameter torch has its own functions again."""
     for param in params:
         _refused.pop(id(param), None)
+    _forget_dead()
+
+
+def _forget_dead() -> None:
+    """Forget parameters that are gone, with an engine that was dropped; torch's functions with the last one."""
+    for key in [key for key, (param, _, _) in _refused.items() if param() is None]:
+        del _refused[key]
     if not _refused:
         for (place, name), function in _originals.items():
             setattr(place, name, function)
@@ -62,13 +75,32 @@ def allow_torch_clipping(params: Iterable[torch.Tensor]) -> None:
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        _forget_dead()
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for param in given:
             found = _refused.get(id(param))
             if found is not None and found[0]() is param:
-                raise UnsupportedError(
-                    f"torch's clipping was called for parameter '{found[1]}' of an engine: {found[2]}."
-                )
+                _refuse(found)
         return function(given, *args, **kwargs)
 
     return asked
+
+
+def _asking_for_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def asked(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        _forget_dead()
+        given = {id(grad) for grads in lists for grad in grads}
+        for found in list(_refused.values()):
+            param = found[0]()
+            if param is not None and param.grad is not None and id(param.grad) in given:
+                _refuse(found)
+        return function(lists, *args, **kwargs)
+
+    return asked
+
+
+def _refuse(found: tuple[weakref.ref[torch.Tensor], str, str]) -> None:
+    raise UnsupportedError(
+        f"torch's clipping was called for parameter '{found[1]}' of an engine: {found[2]}."
+    )

@@ -26,7 +26,7 @@ from offload_engine.device.torch_modes import (
     lift_function_modes,
     put_back_function_modes,
 )
-from offload_engine.errors import StateError
+from offload_engine.errors import StateError, UnsupportedError
 from offload_engine.streaming.activations import ActivationStore
 from offload_engine.streaming.external import ExternalChanges
 from offload_engine.streaming.gradients import GradientStore
@@ -187,6 +187,12 @@ class Streamer:
         hooks: Any = entry.param._post_accumulate_grad_hooks
         if next(reversed(hooks), None) != self._takers[entry.index].id:
             self._take_last(entry)
+        if len(hooks) > 1 and entry.param.grad is not None:
+            raise UnsupportedError(
+                f"'{entry.name}' has a post-accumulate hook of yours and a gradient from an earlier backward: the hook "
+                f"would find this micro-batch's gradient in p.grad, not the sum, which is on the host. Use a hook on "
+                f"the gradient (param.register_hook), or change p.grad after backward."
+            )
         self._gradients.before_accumulate(entry)
 
     def _after_accumulate(self, entry: ParameterEntry) -> None:

@@ -41,6 +41,16 @@ def case(name: str) -> tuple[Any, Any]:
             "ForConditionalGeneration",
             {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         ),
+        "ResNet": (  # running statistics are buffers that are saved
+            "ForImageClassification",
+            {
+                "embedding_size": 8,
+                "hidden_sizes": [8, 16],
+                "depths": [1, 1],
+                "num_channels": 3,
+                "num_labels": 3,
+            },
+        ),
         "ViT": ("ForImageClassification", SIZES | {"image_size": 16, "patch_size": 8}),
     }
     suffix, config = of[name.removesuffix(" tied")]
@@ -50,13 +60,19 @@ def case(name: str) -> tuple[Any, Any]:
     return getattr(transformers, name + suffix), getattr(transformers, name + "Config")(**config)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Mixtral", "Qwen3Moe", "GPT2", "Bert", "T5", "ViT"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Llama tied", "Mixtral", "Qwen3Moe", "GPT2", "Bert", "T5", "ResNet", "ViT"]
+)
 def test_values_are_those_of_from_pretrained(name: str, tmp_path: Path) -> None:
     from offload_engine.integrations.pretrained import open_pretrained
 
     kind, config = case(name)
     torch.manual_seed(0)
-    kind(config).save_pretrained(tmp_path / "a", max_shard_size="50KB")
+    made = kind(config)
+    for name_, buffer in made.named_buffers():
+        if "running" in name_:
+            buffer.add_(torch.rand_like(buffer))
+    made.save_pretrained(tmp_path / "a", max_shard_size="4KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
     expected = kind.from_pretrained(tmp_path / "a", dtype=torch.float32)
     model, weights = open_pretrained(tmp_path / "a", kind)

@@ -63,6 +63,30 @@ def test_torch_clipping_that_would_do_nothing_is_refused(config: dict[str, Any],
     assert "asked" not in torch.nn.utils.clip_grad._clip_grads_with_norm_.__code__.co_name
 
 
+def test_a_function_that_was_imported_before_is_refused_too() -> None:
+    from torch.nn.utils import clip_grad_value_, get_total_norm
+
+    model, _, engine = wrapped(precision="fp16")
+    with engine:
+        backward(engine)
+        with pytest.raises(oe.UnsupportedError, match="in fp16 the gradients"):
+            clip_grad_value_(model.parameters(), 1.0)
+        with pytest.raises(oe.UnsupportedError, match="in fp16 the gradients"):
+            get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+
+
+def test_a_dropped_engine_leaves_torch_its_functions() -> None:
+    before = torch.nn.utils.clip_grad._clip_grads_with_norm_
+    model, optimizer, engine = wrapped(precision="fp16")
+    assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is not before
+    del model, optimizer, engine
+    gc.collect()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(other.parameters(), 0.1)  # whoever comes next puts them back
+    assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is before
+
+
 # Copies and changes.
 
 
@@ -137,6 +161,21 @@ def test_a_hook_registered_after_wrapping_finds_the_gradient() -> None:
         assert len(seen) == 3
         assert seen[2] == pytest.approx(seen[1] / 2)
         assert model[0].weight.grad.norm().item() == pytest.approx(seen[1] / 4)
+
+
+def test_a_hook_that_would_find_a_part_of_the_sum_is_refused() -> None:
+    model, _, engine = wrapped()
+    with engine:
+        backward(engine)
+        model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(
+            oe.UnsupportedError, match=r"'0.weight' has a post-accumulate hook of yours and a gradient"
+        ):
+            backward(engine)
+        engine.zero_grad()
+        backward(engine)
+        engine.step()
+        assert engine.steps == 1
 
 
 # The budget.

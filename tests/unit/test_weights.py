@@ -213,6 +213,68 @@ def test_hooks_on_parameters_without_values_are_refused() -> None:
         oe.OffloadEngine(model, optimizer, oe.EngineConfig(device="emulated"), weights=values(make()))
 
 
+def test_saved_buffers_are_read_where_the_model_has_its_own() -> None:
+    """As load_state_dict does: running statistics of a trained model are part of it."""
+    state = values(make()) | {"2.running_mean": torch.full((16,), 3.0)}
+    model = on_meta()
+    assert not model[2].running_mean.is_meta
+    train(model, state)
+    with pytest.raises(oe.CheckpointError, match="cut"):
+        oe.OffloadEngine(
+            fresh := on_meta(),
+            torch.optim.AdamW(fresh.parameters()),
+            oe.EngineConfig(device="emulated"),
+            weights=Torn(state),
+        )
+    assert torch.equal(fresh[2].running_mean, torch.zeros(16))  # as it was
+    reference = make()
+    reference.load_state_dict(state, strict=False)
+    assert train(on_meta(), state)[0] == train(reference)[0]
+
+
+class Torn(dict[str, torch.Tensor]):
+    """Weights of which the last parameter cannot be read."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == "1.weight":
+            raise oe.CheckpointError("cut")
+        return super().__getitem__(name)
+
+
+def test_weights_of_parameters_that_have_values_are_not_read_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", logger="offload_engine")
+    model = on_meta()
+    model[1] = nn.Linear(16, 16)  # a head of one's own, say
+    bias = model[1].bias.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with oe.OffloadEngine(model, optimizer, oe.EngineConfig(device="emulated"), weights=values(make())):
+        assert torch.equal(model[1].bias, bias)
+    assert "left as they are, though the weights have them: '1.weight', '1.bias'" in caplog.text
+
+
+def test_a_parameter_that_is_held_beside_its_module_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="offload_engine")
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight = nn.Parameter(torch.zeros(3, 4))
+            self.also = [weight]
+
+    with oe.parameters_on_meta():
+        kept = Holder()
+    assert not kept.also[0].is_meta
+    assert (
+        "1 parameters made under parameters_on_meta() (shapes (3, 4)) are held by something beside"
+        in caplog.text
+    )
+    caplog.clear()
+    on_meta()
+    assert caplog.text == ""
+
+
 PEAK = """
     import gc, json, re, sys, torch
     from torch import nn
