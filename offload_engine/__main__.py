@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -64,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
     train.add_argument(
+        "--nproc",
+        type=int,
+        metavar="RANKS",
+        help="train on this many processes of this machine, which share out each step's micro-batches (torchrun)",
+    )
+    train.add_argument(
         "--stop-after",
         type=int,
         metavar="STEP",
@@ -93,14 +100,26 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> int:
     from offload_engine.training.config import load
     from offload_engine.training.loop import Outcome, run_job
+    from offload_engine.training.ranks import launch_command, process_group
 
-    outcome = run_job(
-        load(options.config, options.overrides), resume=options.resume, stop_after=options.stop_after
-    )
-    if outcome is Outcome.FINISHED:
+    settings = [argument for override in options.overrides for argument in ("--set", override)]
+    if options.nproc is not None and "RANK" not in os.environ:
+        resume = ["--resume"] if options.resume else []
+        stop = [] if options.stop_after is None else ["--stop-after", str(options.stop_after)]
+        command, environment = launch_command(
+            options.nproc, ["train", options.config, *settings, *resume, *stop]
+        )
+        return subprocess.run(command, env=environment, check=False).returncode
+    with process_group(os.environ):
+        outcome = run_job(
+            load(options.config, options.overrides), resume=options.resume, stop_after=options.stop_after
+        )
+    if outcome is Outcome.FINISHED or os.environ.get("RANK", "0") != "0":
         return 0
-    settings = "".join(f" --set {shlex.quote(override)}" for override in options.overrides)
-    print(f"go on with: {_own_command()} train {shlex.quote(options.config)}{settings} --resume", flush=True)
+    words = "".join(f" --set {shlex.quote(override)}" for override in options.overrides)
+    if "RANK" in os.environ:
+        words += f" --nproc {os.environ['WORLD_SIZE']}"
+    print(f"go on with: {_own_command()} train {shlex.quote(options.config)}{words} --resume", flush=True)
     return EXIT_INTERRUPTED if outcome is Outcome.INTERRUPTED else 0
 
 

@@ -197,7 +197,6 @@ class OffloadEngine(Owner):
     ) -> None:
         """Make the rooms and connect them. From here on the model is changed."""
         config, registry, buckets, device = self.config, self._registry, self._buckets, self.device
-        self.plan = plan
         self._lanes = log = LaneLog(self.timeline, device)
         self._order = UseOrder([bucket.index for bucket in buckets])
         self._residency = ResidencyManager(buckets, device, log, plan)
@@ -341,7 +340,8 @@ class OffloadEngine(Owner):
             ConfigError, StateError: no batches, no loss, `no_grad`. An error while they run drops the step's gradients.
         """
         self._check_open()
-        return self._micro_batches.train(batches, loss_fn, order)
+        with self._replicas.once():
+            return self._micro_batches.train(batches, loss_fn, order)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a block in which backwards add up on each rank by itself; the next one outside averages the sums."""

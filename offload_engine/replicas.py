@@ -114,6 +114,10 @@ class Replicas:
         """Return a block in which gradients are not averaged."""
         return nullcontext() if self._exchange is None else self._exchange.paused()
 
+    def once(self) -> AbstractContextManager[None]:
+        """Return a block whose gradients are averaged once, at its end."""
+        return nullcontext() if self._exchange is None else self._exchange.once()
+
     @contextmanager
     def writing(self, buckets: Sequence[Bucket]) -> Iterator[bool]:
         """Say whether this rank is the one that writes a checkpoint in the block; afterwards it is written.

@@ -62,9 +62,17 @@ class GradientExchange:
         finally:
             self._paused -= 1
 
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Average once for all backwards in the block, at its end; not at all if it raises."""
+        with self.paused():
+            yield
+        self._after_backward()
+
     def _after_backward(self) -> None:
         if not self._paused:
-            with torch.no_grad(), _no_dispatch():  # host memory: nothing for the device's ledger
+            # Host memory: nothing for the device's ledger; and no write of the user's.
+            with torch.no_grad(), _no_dispatch(), torch._C.DisableTorchFunction():
                 self._average()
             self.exchanges += 1
 

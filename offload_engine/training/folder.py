@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from offload_engine.checkpoint.format import resolve
@@ -25,13 +27,24 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "timeline.json"
+        self._timelines = path, ""
         self.sample = path / "sample.txt"
         self.model = path / "model"
         """A model of transformers after training, for `from_pretrained`."""
 
+    @contextmanager
+    def followed(self, rank: int) -> Iterator[RunFolder]:
+        """Give a folder for a rank that follows: its timelines lie here beside rank 0's, nothing else of it is kept."""
+        with tempfile.TemporaryDirectory(prefix="offload-engine-rank-") as scratch:
+            mine = RunFolder(Path(scratch))
+            mine.checkpoint, mine.config, mine.previous = self.checkpoint, self.config, self.previous
+            mine._timelines = self.path, f".rank{rank}"
+            yield mine
+
     def timeline_of(self, part: int) -> Path:
         """Return the timeline's file of one part of the run: timeline.json, and timeline-2.json from a resume on."""
-        return self.timeline if part == 1 else self.path / f"timeline-{part}.json"
+        folder, rank = self._timelines
+        return folder / f"timeline{'' if part == 1 else f'-{part}'}{rank}.json"
 
     def has_checkpoint(self) -> bool:
         """Return whether a whole checkpoint is here, also after a crash in the middle of writing one."""
@@ -81,7 +94,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         files = (self.config, self.summary, self.metrics, self.timeline, self.sample)
-        for file in (*files, *self.path.glob("timeline-*.json")):
+        for file in (*files, *self.path.glob("timeline-*.json"), *self.path.glob("timeline.rank*.json")):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.model, ignore_errors=True)
         for checkpoint in (self.checkpoint, *self.path.glob(f".{self.checkpoint.name}.*")):

@@ -10,6 +10,8 @@ import dataclasses
 import enum
 import math
 import time
+from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from offload_engine.training.interrupt import Interrupt
 from offload_engine.training.losses import batch_loss
 from offload_engine.training.metrics import MetricsLog, write_text_atomic
 from offload_engine.training.progress import Progress, StepFacts
+from offload_engine.training.ranks import JobRanks
 from offload_engine.training.report import report_lines
 from offload_engine.training.resume import check_same_job
 from offload_engine.training.sampling import sample_text
@@ -63,14 +66,16 @@ class RunState:
 class Job:
     """One run of the main job, or one part of it between an interruption and a resume."""
 
-    def __init__(self, config: JobConfig, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, config: JobConfig, folder: RunFolder, progress: Progress, ranks: JobRanks) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.state = RunState()
         self._first_step = 1
         self.heldout_loss_after: float | None = None
         self._last_waits_ns: dict[str, int] = {}
         self._last_grad_norm = math.nan
-        self.trainer, self.tokenizer = make_trainer(config)
+        self.ranks = ranks
+        self._share = ranks.share(config.train.accumulation)
+        self.trainer, self.tokenizer = make_trainer(config, several=ranks.world > 1)
         try:
             self.data = TextData(config.data, config.train, self.tokenizer, config.run.seed)
             self.schedule = make_schedule(self.trainer.optimizer, config.train)
@@ -106,7 +111,7 @@ class Job:
             state.heldout_loss_before = self.heldout_loss()
             self.progress.note(f"held-out loss before: {self._loss_words(state.heldout_loss_before)}")
         while state.step < train.steps:
-            if interrupt.requested:
+            if self.ranks.any(interrupt.requested, "whether to stop"):
                 return Outcome.INTERRUPTED
             if stop_after is not None and state.step >= stop_after:
                 return Outcome.STOPPED
@@ -123,17 +128,18 @@ class Job:
         train, state, trainer = self.config.train, self.state, self.trainer
         start = time.perf_counter()
         losses = []
-        batches = {id(batch.inputs_BT): batch for batch in self.data.micro_batches(state.step)}
+        mine = islice(self.data.micro_batches(state.step), self.ranks.rank, None, self.ranks.world)
+        batches = {id(batch.inputs_BT): batch for batch in mine}
 
         def share_of_loss(output: Any, inputs_BT: Tensor) -> Tensor:
             loss = batch_loss(output, batches[id(inputs_BT)])
             losses.append(loss.detach())
-            return loss / train.accumulation
+            return loss / self._share
 
         inputs = [batch.inputs_BT for batch in batches.values()]
         trainer.train_batch(inputs, share_of_loss, order=train.micro_batch_order)
         # The one place of a step where the host waits for the device.
-        step_loss = _mean(losses)
+        step_loss = self.ranks.mean(_mean(losses), "loss")
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         if not math.isfinite(step_loss):
             raise self._non_finite("loss", step_loss, lr)
@@ -229,6 +235,7 @@ class Job:
             "engine_enabled": config.engine.enabled,
             "precision": config.engine.precision,
             "steps": state.step,
+            "ranks": self.ranks.world,
             "first_loss": state.first_loss,
             "last_loss": state.last_loss,
             "loss_unit": f"nats per {self.tokenizer.unit}",
@@ -253,7 +260,7 @@ class Job:
         summary = whole | {"part": part} | of_part
         write_json(self.folder.summary, summary)
         if config.engine.timeline:
-            self.trainer.timeline.save(timeline)
+            self.trainer.timeline.save(timeline, rank=self.ranks.rank)
         return summary
 
     def _new_waits(self) -> dict[str, int]:
@@ -292,6 +299,7 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
         ConfigError: the config does not fit, or `resume` finds nothing to resume.
         NonFiniteError: a loss or a gradient norm is not finite; the files written so far stay.
     """
+    ranks = JobRanks()
     folder = RunFolder(config.run.folder)
     if resume and not folder.has_checkpoint():
         raise ConfigError(
@@ -302,32 +310,34 @@ def run_job(config: JobConfig, *, resume: bool = False, stop_after: int | None =
                 else "Run without --resume first."
             )
         )
-    folder.make()
-    progress = Progress(config.train.log_every)
-    job = Job(config, folder, progress)
-    try:
+    with ExitStack() as ended:
+        ended.callback(ranks.close)
+        if not ranks.leads:
+            folder = ended.enter_context(folder.followed(ranks.rank))
+        folder.make()
+        progress = ended.enter_context(Progress(config.train.log_every, silent=not ranks.leads))
+        job = Job(config, folder, progress, ranks)
+        ended.callback(job.trainer.close)
         for line in job.trainer.describe():
             progress.note(line)
         if resume:
             job.resume()
         else:
-            previous = folder.start_over()
+            previous = folder.start_over() if ranks.leads else None
             if previous is not None:
                 progress.note(
                     f"{folder.path} held an earlier run; starting over, since --resume was not given. It is whole in "
                     f"{previous}/ (--set run.name={previous.name} --resume goes on with it)"
                 )
         return _run(job, stop_after)
-    finally:
-        progress.close()
-        job.trainer.close()
 
 
 def _run(job: Job, stop_after: int | None) -> Outcome:
     progress, folder = job.progress, job.folder
     message = "stopping after this step; everything will be written. Ctrl-C again stops at once."
     with MetricsLog(folder.metrics, job.state.step) as metrics, Interrupt(message) as interrupt:
-        write_json(folder.config, job.config.as_dict())
+        if job.ranks.leads:
+            write_json(folder.config, job.config.as_dict())
         try:
             outcome = job.train(metrics, interrupt, stop_after)
         except NonFiniteError:
@@ -341,11 +351,15 @@ def _run(job: Job, stop_after: int | None) -> Outcome:
         budget_bytes = summary["device_budget_bytes"]
         for line in report_lines(summary, job.trainer.timeline.summary(device_budget_bytes=budget_bytes)):
             progress.note(line)
+        if not job.ranks.leads:
+            job.ranks.barrier("end of the run")
+            return outcome
         if outcome is Outcome.FINISHED and job.config.train.sample_bytes:
             progress.note(f"a sample:\n\n{job.write_sample()}\n")
         if outcome is Outcome.FINISHED and job.write_model():
             progress.note(f"for from_pretrained: {folder.model}/")
         progress.note(f"written to {folder.path}/")
+        job.ranks.barrier("end of the run")
         return outcome
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TextIO
 
 from offload_engine.config import format_bytes
@@ -46,19 +47,24 @@ class StepFacts:
 class Progress:
     """Prints a run's progress. `note` and `step` may be mixed freely."""
 
-    def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
+    def __init__(self, log_every: int, stream: TextIO | None = None, *, silent: bool = False) -> None:
         self._log_every = log_every
+        self._silent = silent
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
         self._drawn = False
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
+        if self._silent:
+            return
         self._clear()
         print(text, file=self._stream, flush=True)
 
     def step(self, facts: StepFacts) -> None:
         """Show one step."""
+        if self._silent:
+            return
         if self._live:
             width = shutil.get_terminal_size().columns - 1
             print("\r\x1b[2K" + facts.line()[:width], end="", file=self._stream, flush=True)
@@ -71,6 +77,14 @@ class Progress:
         if self._drawn:
             print(file=self._stream, flush=True)
             self._drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _clear(self) -> None:
         if self._drawn:

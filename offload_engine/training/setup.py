@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload_engine.config import EngineConfig
+from offload_engine.errors import ConfigError
 from offload_engine.training.config import EngineSection, JobConfig, TrainConfig
 from offload_engine.training.models import build_model
 from offload_engine.training.reference import PlainTrainer
@@ -20,8 +21,17 @@ from offload_engine.training.trainer import Trainer
 __all__ = ["make_optimizer", "make_schedule", "make_trainer"]
 
 
-def make_trainer(job: JobConfig) -> tuple[Trainer, Tokenizer]:
-    """Return the engine, or plain PyTorch where it is off, around a seeded model; and the tokenizer."""
+def make_trainer(job: JobConfig, *, several: bool = False) -> tuple[Trainer, Tokenizer]:
+    """Return the engine, or plain PyTorch where it is off, around a seeded model; and the tokenizer.
+
+    Args:
+        several: whether the job has several ranks, which plain PyTorch here knows nothing of.
+
+    Raises:
+        ConfigError: it has, and the engine is off.
+    """
+    if several and not job.engine.enabled:
+        raise ConfigError("engine.enabled = false trains in one process. Start one, or leave the engine on.")
     torch.manual_seed(job.run.seed)
     model, tokenizer, weights = build_model(job.model, job.data.tokenizer, streamed=job.engine.enabled)
     rounded = not job.engine.enabled and job.engine.update == "rounded"

@@ -87,7 +87,16 @@ def train(variant: str = "", **config: Any) -> dict[str, Any]:
     seen: list[Any] = []
     for step in range(STEPS):
         micro_batches = 3 if "accumulated" in variant else 1
-        for micro in range(micro_batches):
+        if "train_batch" in variant:
+            micro_batches = 3
+            order: Any = "layer_major" if "layer" in variant else "micro_batch"
+            batches = [mine(step, micro) for micro in range(micro_batches)]
+            engine.train_batch(
+                [ids[:, :-1] for ids in batches],
+                functools.partial(_share, batches, micro_batches),
+                order=order,
+            )
+        for micro in range(0 if "train_batch" in variant else micro_batches):
             last = micro == micro_batches - 1
             quiet = engine.no_sync() if "no_sync" in variant and not last else contextlib.nullcontext()
             with quiet:
@@ -135,12 +144,20 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any], grads: float,
     return compared
 
 
+def _share(
+    batches: list[torch.Tensor], count: int, logits: torch.Tensor, inputs: torch.Tensor
+) -> torch.Tensor:
+    (ids,) = [each for each in batches if torch.equal(each[:, :-1], inputs)]
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / count
+
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("accumulated", {}),
     ("accumulated no_sync", {}),
     ("", {"max_grad_norm": 0.1}),
     ("torch clip", {}),
+    ("train_batch", {}),
     ("sgd", {"device_share": 0.5}),
     ("", {"update_timing": "serial", "keep_resident": True}),
     ("accumulated", {"accumulation": "device"}),
