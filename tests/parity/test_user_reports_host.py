@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -129,32 +130,84 @@ def test_u51_every_instruction_set_gives_the_same_bits() -> None:
         assert all(map(torch.equal, first, other))
 
 
+def run_script(script: str, *args: object, timeout_s: int = 100, **environment: str) -> str:
+    """Run a script in a process of its own, with the thread default that launchers set; return what it printed."""
+    ranks = {name: value for name, value in os.environ.items() if not name.startswith("LOCAL_")}
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        env={**ranks, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
 def test_u55_a_launchers_thread_default_is_not_the_updates() -> None:
-    """OMP_NUM_THREADS=1, as launchers set it, is said to be left aside; a number in the config wins."""
+    """Cores / ranks of this machine, said once an engine, whatever OMP_NUM_THREADS is; a number in the config wins."""
     script = """
-        import sys, torch
+        import logging, os, sys, torch
         import offload_engine as oe
-        model = torch.nn.Linear(8, 8)
-        threads = oe.ThreadsConfig(update=int(sys.argv[1])) if sys.argv[1] != "0" else oe.ThreadsConfig()
-        config = oe.EngineConfig(device="emulated", threads=threads)
-        with oe.OffloadEngine(model, torch.optim.AdamW(model.parameters()), config) as engine:
-            print(next(line for line in engine.describe() if line.startswith("Threads:")))
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        for asked, ranks in ((0, {}), (3, {}), (0, {"LOCAL_RANK": "0"}), (0, {"LOCAL_RANK": "1"})):
+            os.environ.update(ranks and {**ranks, "LOCAL_WORLD_SIZE": "2"})
+            model = torch.nn.Linear(8, 8)
+            config = oe.EngineConfig(device="emulated", threads=oe.ThreadsConfig(update=asked))
+            with oe.OffloadEngine(model, torch.optim.AdamW(model.parameters()), config) as engine:
+                for _ in range(3):
+                    engine.backward(engine(torch.ones(1, 8)).sum())
+                    engine.step()
     """
-
-    def words(asked: int) -> str:
-        found = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script), str(asked)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert found.returncode == 0, found.stderr
-        return found.stdout
-
+    said = [line for line in run_script(script).splitlines() if "Threads:" in line]
+    assert len(said) == 4, said
+    found = [re.search(r"update (\d+),.* on (\d+) usable cores?", line) for line in said]
+    update, cores = ([int(match[number]) for match in found if match] for number in (1, 2))
     threads, _ = bound_threads(oe.ThreadsConfig(), list)
-    assert f"update {threads.update}," in words(0)
-    assert "update 3," in words(3)
+    assert update[:2] == [threads.update, 3] and cores[0] == cores[1] == threads.update
+    assert update[2:] == cores[2:]
+    assert sum(cores[2:]) == max(2, threads.update) and abs(cores[2] - cores[3]) <= 1
+
+
+SWEEP = """
+    import json, os, time, torch
+    import offload_engine as oe
+
+    def step_s(update):
+        made = [torch.nn.utils.skip_init(torch.nn.Linear, 2000, 2000, bias=False) for _ in range(25)]
+        model = torch.nn.ModuleList(made)
+        for p in model.parameters():
+            p.data.fill_(0.5)
+        config = oe.EngineConfig(device="emulated", timeline=False, threads=oe.ThreadsConfig(update=update))
+        with oe.OffloadEngine(model, torch.optim.AdamW(model.parameters()), config) as engine:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.25)
+            lasted = []
+            for _ in range(6):
+                start_s = time.perf_counter()
+                engine.step()
+                engine.synchronize()
+                lasted.append(time.perf_counter() - start_s)
+        return min(lasted[1:])
+
+    cores, counts = len(os.sched_getaffinity(0)), [1]
+    while counts[-1] < 2 * cores:
+        counts.append(2 * counts[-1])
+    chosen = [step_s(0)]
+    swept = {count: step_s(count) for count in counts}
+    chosen.append(step_s(0))
+    print(json.dumps([min(chosen), swept]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks for the process's cores")
+def test_u55_the_threads_chosen_are_near_the_best_of_a_sweep() -> None:
+    """A step of 100M parameters: within 1.5 times the best of 1, 2, 4... threads, under a launcher's default of one."""
+    chosen_s, swept = json.loads(run_script(SWEEP, timeout_s=110).splitlines()[-1])
+    assert chosen_s <= 1.5 * min(swept.values()), (chosen_s, swept)
+    if bound_threads(oe.ThreadsConfig(), list)[0].update >= 4:
+        assert chosen_s < swept["1"], "more cores are no faster than one: the sweep shows nothing"
 
 
 def test_u61_the_timeline_says_when_and_how_much() -> None:
