@@ -12,6 +12,7 @@ Note: swapping folders
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 import safetensors
 import torch
 
-from offload_engine.errors import CheckpointError
+from offload_engine.errors import CheckpointError, HostMemoryError
 
 MARKER = "format.json"
 """The file that tells a finished checkpoint folder from any other folder."""
@@ -145,6 +146,13 @@ class TensorFile:
             opened: Any = safetensors.safe_open(self.path, framework="pt", device="cpu")
             self._file = opened.__enter__()
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+            if os.strerror(errno.ENOMEM) in str(
+                error
+            ):  # the file is mapped privately: that counts, read or not
+                raise HostMemoryError(
+                    f"there is no room to map '{self.path}': {error}. The file may be whole. Free memory, or raise the "
+                    f"process's limits (ulimit -v, ulimit -d)."
+                ) from error
             raise _damaged(self.path, error) from error
         self._read_bytes = 0
 
@@ -215,6 +223,7 @@ def open_tensors(path: str | PathLike[str]) -> TensorFile:
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged; the message names it.
+        HostMemoryError: the process may not map it.
     """
     return TensorFile(path)
 

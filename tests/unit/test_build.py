@@ -104,3 +104,66 @@ def test_native_code_passes_its_own_tests_under_sanitizers(kind, tmp_path):
         pytest.skip("the compiler has no sanitizer libraries")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all checks passed" in done.stdout
+
+
+def test_u53_a_compiler_that_only_fails_is_named_with_its_command(tmp_path):
+    message = message_of(build(tmp_path, CXX="false"))
+    assert (
+        "exit status 1" in message and "Command: false -std=c++17" in message and "Output: (none)" in message
+    )
+
+
+WITHOUT_EXTENSION = """
+import gc, sys
+sys.modules["offload_engine.kernels._native"] = None
+import torch
+import offload_engine as oe
+
+def wrapped(kernels):
+    model = torch.nn.Linear(7, 5)
+    config = oe.EngineConfig(device="emulated", kernels=kernels)
+    return oe.OffloadEngine(model, torch.optim.AdamW(model.parameters()), config)
+
+for kernels in ("auto", "native"):
+    try:
+        wrapped(kernels)
+    except oe.BuildError as error:
+        print(error)
+    gc.collect()
+with wrapped("numba") as engine:
+    engine.backward(engine(torch.ones(2, 7)).square().mean())
+    engine.step()
+    print("trained", engine.steps)
+left_open = wrapped("numba")
+"""
+
+
+def test_u53_without_the_extension_the_fallback_must_be_chosen_and_trains():
+    """Import works; what is missing is said once, with the way out, and no destructor adds an error of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTENSION],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the native extension is not there") == 2
+    assert done.stdout.count('kernels = "numba"') + done.stdout.count("kernels = 'numba'") >= 2
+    assert done.stdout.splitlines()[-1] == "trained 1"
+    for trouble in ("Exception ignored", "Traceback", "Error"):
+        assert trouble not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_u53_builds_where_nothing_of_cuda_can_be_found(tmp_path):
+    """A toolkit that is named but not there is not looked at."""
+    nowhere = str(tmp_path / "no toolkit")
+    folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
+    cuda = {"CUDA_HOME": nowhere, "CUDA_PATH": nowhere, "CUDACXX": nowhere, "CUDA_VISIBLE_DEVICES": ""}
+    done = build(tmp_path, **cuda, PATH=os.pathsep.join(folders))
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "lib").rglob("_native*"))) == 1
+    assert "cuda" not in (done.stdout + done.stderr).replace(nowhere, "").lower()

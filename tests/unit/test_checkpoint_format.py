@@ -24,7 +24,7 @@ from offload_engine.checkpoint.format import (
     write_json,
     write_tensors,
 )
-from offload_engine.errors import CheckpointError
+from offload_engine.errors import CheckpointError, HostMemoryError
 from offload_engine.host import rss_bytes
 
 MIB = 1 << 20
@@ -416,3 +416,23 @@ def test_a_marker_of_another_format_is_refused(tmp_path: Path, marker: str) -> N
 def test_no_pickle_is_read_or_written() -> None:
     source = Path(checkpoint_format.__file__).read_text()
     assert "torch.load" not in source and "torch.save" not in source and "import pickle" not in source
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_file_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path) -> None:
+    """A limit on the process's memory counts the mapping whole: that is what the error says, and the file is good."""
+    import resource
+
+    path = tmp_path / "large.safetensors"
+    write_tensors(path, items({"a": torch.ones(96 * MIB // 4)}))
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmData")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 48 * MIB, hard))
+        with pytest.raises(HostMemoryError, match=r"no room to map .*large\.safetensors.*ulimit"):
+            open_tensors(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    with open_tensors(path) as file:
+        assert file.keys() == ["a"]
