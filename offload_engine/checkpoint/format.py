@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -57,7 +58,7 @@ _DTYPE_NAMES = {
 
 def write_tensors(
     path: str | PathLike[str], items: Iterable[TensorItem], metadata: Mapping[str, str] | None = None
-) -> None:
+) -> dict[str, int]:
     """Write tensors into one safetensors file, one at a time; the file appears whole or not at all.
 
     Args:
@@ -66,6 +67,9 @@ def write_tensors(
             given order, so that every tensor lies aligned in the file; its tensor may be on any device, is copied
             to the CPU if need be, and is let go of before the next call.
         metadata: text for the file's header.
+
+    Returns:
+        Name -> CRC-32 of the tensor's bytes, for `TensorFile.checksums`.
 
     Raises:
         CheckpointError: a name comes twice, a dtype has no place in the format, a tensor is not what its item said,
@@ -76,9 +80,12 @@ def write_tensors(
     with _replacing(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for name, dtype, shape, make in ordered:
-            _write_tensor(file, path, name, dtype, shape, make())
+        checksums = {
+            name: _write_tensor(file, path, name, dtype, shape, make())
+            for name, dtype, shape, make in ordered
+        }
         _flush_to_disk(file)
+    return checksums
 
 
 def _header(path: str | PathLike[str], items: list[TensorItem], metadata: dict[str, str]) -> bytes:
@@ -112,15 +119,21 @@ def _write_tensor(
     dtype: torch.dtype,
     shape: Sequence[int],
     tensor: torch.Tensor,
-) -> None:
+) -> int:
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
         raise CheckpointError(
             f"'{path}': tensor '{name}' was announced as {dtype} {tuple(shape)} but is {tensor.dtype} "
             f"{tuple(tensor.shape)}. A parameter changed after wrapping; restore its shape and dtype before saving."
         )
-    if tensor.numel():
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        file.write(flat.view(torch.uint8).numpy().data)
+    content = _bytes_of(tensor)
+    file.write(content)
+    return zlib.crc32(content)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    if tensor.numel() == 0:
+        return b""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
@@ -136,6 +149,8 @@ class TensorFile:
             raise CheckpointError(
                 f"there is no file '{path}'; the checkpoint is incomplete. Load an older one."
             )
+        self.checksums: Mapping[str, int] = {}
+        """What `write_tensors` has returned: tensors that it names are compared with it when they are read."""
         self._file: Any = None
         self._map()
         self._names = frozenset(self._open().keys())
@@ -187,6 +202,8 @@ class TensorFile:
         except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(self.path, error) from error
         self._read_bytes += tensor.nbytes
+        if name in self.checksums and zlib.crc32(_bytes_of(tensor)) != self.checksums[name]:
+            raise _damaged(self.path, f"the bytes of '{name}' are not those that were written")
         return tensor
 
     def close(self) -> None:
@@ -388,7 +405,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _damaged(path: Path, error: BaseException) -> CheckpointError:
+def _damaged(path: Path, error: BaseException | str) -> CheckpointError:
     return CheckpointError(f"'{path}' is damaged or incomplete: {error}. Load an older checkpoint.")
 
 

@@ -55,6 +55,7 @@ def load_state(
     folder = resolve(path)
     described = read_json(folder / ENGINE_FILE)
     _check_description(described)
+    _check_shape(described)
     with (
         open_tensors(folder / MODEL_FILE) as model_file,
         open_tensors(folder / OPTIMIZER_FILE) as states_file,
@@ -83,6 +84,11 @@ def load_state(
 
         check_generators(generators, place)
         check(described["facts"])
+        for file, name in ((model_file, MODEL_FILE), (states_file, OPTIMIZER_FILE)):
+            file.checksums = described.get("checksums", {}).get(name, {})  # older checkpoints have none
+            for tensor in file.keys():
+                file.get(tensor)  # all of them before anything is changed
+            file.checksums = {}
         with torch.no_grad():
             for entry in registry.entries:
                 bucket = buckets[entry.bucket_index]
@@ -116,13 +122,32 @@ def _check_description(described: Any) -> None:
         raise CheckpointError(
             f"{ENGINE_FILE} has no '{missing[0]}'; it is damaged. Load an older checkpoint."
         )
-    if not {"steps", "extra"} <= described["facts"].keys():
+    if not isinstance(described["facts"], dict) or not {"steps", "extra"} <= described["facts"].keys():
         raise CheckpointError(f"{ENGINE_FILE} lacks 'steps' or 'extra' of its facts; it is damaged.")
     if not isinstance(described["facts"]["steps"], int):
         raise CheckpointError(
             f"{ENGINE_FILE} has {described['facts']['steps']!r} for the number of steps; it is damaged. Load an older "
             f"checkpoint."
         )
+
+
+def _check_shape(described: dict[str, Any]) -> None:
+    """Refuse JSON that is whole but says something else than `save_state` writes."""
+    facts, groups, parameters = described["facts"], described["param_groups"], described["parameters"]
+    right = {
+        "facts": isinstance(facts, dict) and isinstance(facts.get("extra"), dict),
+        "param_groups": isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups),
+        "parameters": isinstance(parameters, dict)
+        and all(isinstance(each, dict) for each in parameters.values()),
+    }
+    sums = described.get("checksums", {})
+    right["checksums"] = isinstance(sums, dict) and all(isinstance(each, dict) for each in sums.values())
+    for key, fine in right.items():
+        if not fine:
+            raise CheckpointError(
+                f"'{key}' of {ENGINE_FILE} is not what was saved; it is damaged. Load an older one."
+            )
 
 
 def _check_counters(described: dict[str, Any], registry: Registry) -> None:

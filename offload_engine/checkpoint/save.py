@@ -64,7 +64,7 @@ def save_state(
         OSError: the disk refuses.
     """
     names = {id(entry.param): entry.name for entry in registry.entries}
-    described = {
+    described: dict[str, Any] = {
         "parameters": {
             entry.name: {
                 "names": list(entry.names),
@@ -82,8 +82,10 @@ def save_state(
         "facts": facts,
     }
     with atomic_directory(path) as folder:
-        write_tensors(folder / MODEL_FILE, _model_items(model, registry, buckets))
-        write_tensors(folder / OPTIMIZER_FILE, _state_items(registry, buckets))
+        described["checksums"] = {
+            MODEL_FILE: write_tensors(folder / MODEL_FILE, _model_items(model, registry, buckets)),
+            OPTIMIZER_FILE: write_tensors(folder / OPTIMIZER_FILE, _state_items(registry, buckets)),
+        }
         write_tensors(
             folder / GENERATOR_FILE,
             [(name, state.dtype, state.shape, _giving(state)) for name, state in generators.items()],

@@ -19,7 +19,7 @@ from torch import nn
 from offload_engine.buckets import Bucket, Registry
 from offload_engine.checkpoint.format import TensorFile, open_tensors, read_json, some_names
 from offload_engine.checkpoint.save import persistent_buffers
-from offload_engine.errors import CheckpointError, StateError
+from offload_engine.errors import CheckpointError, ConfigError, StateError
 
 __all__ = ["MetaValues", "WeightFiles", "WeightSource", "Weights", "open_weights"]
 
@@ -82,12 +82,18 @@ def open_weights(path: WeightSource) -> Weights:
     """
     if isinstance(path, Mapping):
         return path
+    if not isinstance(path, str | PathLike):
+        raise ConfigError(
+            f"weights is a {type(path).__name__}; a safetensors file is needed, a folder of them, or a mapping from "
+            f"names to tensors."
+        )
     place = Path(path)
     if place.is_file():
         return _files([place])
     indices = sorted(place.glob(f"*{_INDEX}"))
     if len(indices) == 1:
-        weight_map = read_json(indices[0]).get("weight_map")
+        index = read_json(indices[0])
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"'{indices[0]}' has no 'weight_map': it is no index of safetensors files.")
         file_of = {str(name): place / str(file) for name, file in weight_map.items()}
@@ -152,8 +158,8 @@ class MetaValues:
         lost = [name for name, each in buffers.items() if each.is_meta and name not in there]
         if lost:
             raise StateError(
-                f"{some_names('the weights lack the buffers', lost)}, which the model has on the meta device. Build it "
-                f"in `with offload_engine.parameters_on_meta():`, which leaves buffers as they are computed."
+                f"{some_names('there are no values for the buffers', lost)}, which the model has on the meta device. "
+                f"Build it in `with offload_engine.parameters_on_meta():`, which leaves buffers as they are computed."
             )
         if extra:
             _log.warning(f"the model has no place for these weights, which are not read:{extra}.")
@@ -168,6 +174,10 @@ class MetaValues:
     def _value(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the dtype and shape of `like`, as `load_state_dict` would copy it."""
         value = self._weights[name]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"the weights have '{name}' as a {type(value).__name__}; a tensor is needed."
+            )
         if value.shape != like.shape:
             raise CheckpointError(
                 f"the weights have '{name}' with shape {tuple(value.shape)}, the model with {tuple(like.shape)}. Build "

@@ -61,10 +61,12 @@ def _function_stack() -> tuple[Callable[[], int], Callable[[], Any], Callable[[A
     return torch._C._len_torch_function_stack, function_modes._pop_mode, function_modes._push_mode
 
 
-def _stack(mode: object) -> tuple[Callable[[], int], Callable[[], Any], Callable[[Any], Any]]:
-    if hasattr(mode, "__torch_function__"):
-        return _function_stack()
+def _dispatch_stack() -> tuple[Callable[[], int], Callable[[], Any], Callable[[Any], Any]]:
     return torch._C._len_torch_dispatch_stack, dispatch_modes._pop_mode, dispatch_modes._push_mode
+
+
+def _stack(mode: object) -> tuple[Callable[[], int], Callable[[], Any], Callable[[Any], Any]]:
+    return _function_stack() if hasattr(mode, "__torch_function__") else _dispatch_stack()
 
 
 def _pop_all(length: Callable[[], int], pop: Callable[[], Any]) -> list[Any]:
@@ -81,16 +83,25 @@ def insert_mode(mode: object) -> None:
     Args:
         mode: has `__torch_function__` or `__torch_dispatch__`, as torch's modes have; held weakly.
     """
+    _purge()
     kind = _FunctionEntry if hasattr(mode, "__torch_function__") else _DispatchEntry
     length, pop, push = _stack(mode)
     others = _pop_all(length, pop)
     for each in (kind(mode), *others):
-        if not isinstance(each, kind) or each.mode() is not None:  # those whose mode has gone go now
-            push(each)
+        push(each)
+
+
+def _purge() -> None:
+    """Take entries out of this thread's stacks whose modes have gone: under a dead one torch compiles nothing."""
+    for length, pop, push in (_function_stack(), _dispatch_stack()):
+        for each in _pop_all(length, pop):
+            if not isinstance(each, _FunctionEntry | _DispatchEntry) or each.mode() is not None:
+                push(each)
 
 
 def remove_mode(mode: object) -> bool:
     """Take `mode` out of this thread's stack, wherever it is. Returns whether it was there."""
+    _purge()
     length, pop, push = _stack(mode)
     others = _pop_all(length, pop)
     kept = [each for each in others if not _stands_for(each, mode)]

@@ -54,9 +54,9 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
         self._made: dict[str, torch.Tensor] = {}
         """Made together with one that was asked for, and not asked for yet."""
         self._source: dict[str, str | Any] = {}
-        """Name -> the name in the files, or the conversion that makes it."""
+        """Name -> the name in the files; or a conversion's first name, itself, and what it is made from."""
         prefix = model.base_model_prefix
-        conversions: dict[str, Any] = {}
+        conversions: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         for stored_name in sorted(stored, key=_natural):
             name, pattern = rename_source_key(stored_name, renamings, converters, prefix, known)
             if name not in known and stored_name in known:
@@ -64,16 +64,10 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
             if pattern is None:
                 self._source[name] = stored_name
                 continue
-            conversion = conversions.get(name)
-            if conversion is None:
-                conversion = conversions[name] = copy.deepcopy(converter_of[pattern])
-            read: Any = partial(
-                self._stored.__getitem__, stored_name
-            )  # when the conversion is made, not before
-            conversion.add_tensor(name, stored_name, pattern, read)
+            conversions.setdefault(name, (converter_of[pattern], []))[1].append((stored_name, pattern))
         for name, conversion in conversions.items():
-            for target in _targets(name, conversion):
-                self._source[target] = (name, conversion)
+            for target in _targets(name, conversion[0]):
+                self._source[target] = (name, *conversion)
         model._weight_conversions = [each for each in mapping if each.was_used()]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -81,15 +75,17 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
 
         Raises:
             KeyError: there is none of that name.
-            CheckpointError: a conversion did not give it, or was asked for it twice.
+            CheckpointError: a conversion did not give it.
         """
         source = self._source[name]
         if isinstance(source, str):
             return self._stored[source]
         if name not in self._made:
-            first, conversion = source
-            if not conversion.collected_tensors:
-                raise CheckpointError(f"'{name}' was read already; open the folder anew to read it again.")
+            first, template, parts = source
+            conversion = copy.deepcopy(template)  # it is used up when it is made
+            for stored_name, pattern in parts:
+                read: Any = partial(self._stored.__getitem__, stored_name)  # called when the conversion is made
+                conversion.add_tensor(first, stored_name, pattern, read)
             made = conversion.convert(first, model=self._model, config=self._model.config)
             self._made.update(
                 {key: each[0] if isinstance(each, list) else each for key, each in made.items()}

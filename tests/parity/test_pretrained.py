@@ -117,12 +117,13 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         open_pretrained(tmp_path)
 
 
-def test_weights_are_read_once(tmp_path: Path) -> None:
+def test_converted_weights_can_be_read_again(tmp_path: Path) -> None:
+    """After an error in the middle of wrapping, say."""
     from offload_engine.integrations.pretrained import open_pretrained
 
     kind, config = case("Mixtral")
     kind(config).save_pretrained(tmp_path)
     _, weights = open_pretrained(tmp_path)
-    weights["model.layers.10.mlp.experts.gate_up_proj"]
-    with pytest.raises(oe.CheckpointError, match="was read already; open the folder anew"):
-        weights["model.layers.10.mlp.experts.gate_up_proj"]
+    name = "model.layers.10.mlp.experts.gate_up_proj"
+    assert torch.equal(weights[name], weights[name])
+    assert set(weights) == set(kind.from_pretrained(tmp_path).state_dict())

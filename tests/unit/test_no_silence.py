@@ -240,6 +240,38 @@ def test_a_damaged_generator_changes_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_bit_that_has_flipped_changes_nothing(name: str, tmp_path: Path) -> None:
+    model, _, engine = wrapped()
+    with engine:
+        backward(engine)
+        engine.step()
+        engine.save(tmp_path / "c")
+        engine.step()
+        content = bytearray((tmp_path / "c" / name).read_bytes())
+        content[-10] ^= 1
+        (tmp_path / "c" / name).write_bytes(content)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(oe.CheckpointError, match=r"the bytes of '.*' are not those that were written"):
+            engine.load(tmp_path / "c")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"facts": []}, {"param_groups": [3]}, {"parameters": {"0.weight": 1}}, {"checksums": [1]}],
+    ids=str,
+)
+def test_json_of_another_shape_is_told_as_damage(damage: dict[str, Any], tmp_path: Path) -> None:
+    _, _, engine = wrapped()
+    with engine:
+        engine.save(tmp_path / "c")
+        path = tmp_path / "c" / "engine.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+        with pytest.raises(oe.CheckpointError, match="damaged"):
+            engine.load(tmp_path / "c")
+
+
 # Forks.
 
 
@@ -306,7 +338,7 @@ def test_an_engine_that_nobody_names_any_more_goes_with_its_memory(config: dict[
     assert alive() is None
     assert all(slab() is None for slab in slabs)
     assert torch.ones(2).sum() == 2
-    with wrapped()[2]:
+    with wrapped(memory_ledger=False)[2]:
         pass  # a new one takes what the old one left in the stacks away
     assert (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()) == modes
 

@@ -168,12 +168,18 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "missing buffer": (
         lambda tmp: _without("2.running_mean"),
         oe.StateError,
-        r"lack the buffers '2.running_mean'.*parameters_on_meta",
+        r"no values for the buffers '2.running_mean'.*parameters_on_meta",
     ),
     "shape": (
         lambda tmp: values(make()) | {"1.weight": torch.zeros(3)},
         oe.CheckpointError,
         r"'1.weight' with shape \(3,\), the model with \(16, 16\)",
+    ),
+    "no source": (lambda tmp: 5, oe.ConfigError, r"weights is a int"),
+    "no tensors": (
+        lambda tmp: values(make()) | {"1.weight": [1.0]},
+        oe.CheckpointError,
+        r"'1.weight' as a list; a tensor is needed",
     ),
     "no files": (lambda tmp: tmp, oe.CheckpointError, r"has no \*\.safetensors file"),
     "cut": (_damaged, oe.CheckpointError, r"cut\.safetensors' is damaged"),
