@@ -4,7 +4,7 @@
 """
 
 from offload_engine.checkpoint.on_meta import parameters_on_meta
-from offload_engine.config import EngineConfig, LinksConfig, LossScaleConfig, ThreadsConfig
+from offload_engine.config import EngineConfig, LinksConfig, LossScaleConfig, ParallelConfig, ThreadsConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import (
     BuildError,
@@ -41,6 +41,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadEngine",
     "OffloadEngineError",
+    "ParallelConfig",
     "RankError",
     "SignSGD",
     "StateError",

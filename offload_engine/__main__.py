@@ -98,9 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from offload_engine.parallel.collectives import process_group
     from offload_engine.training.config import load
     from offload_engine.training.loop import Outcome, run_job
-    from offload_engine.training.ranks import launch_command, process_group
+    from offload_engine.training.ranks import launch_command
 
     settings = [argument for override in options.overrides for argument in ("--set", override)]
     if options.nproc is not None and "RANK" not in os.environ:

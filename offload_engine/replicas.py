@@ -12,13 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from offload_engine.buckets import Bucket, BucketLayout, Registry
 from offload_engine.config import EngineConfig, ParallelConfig
 from offload_engine.errors import ConfigError, StateError
-from offload_engine.parallel.collectives import RankGroup, compare_ranks, source_digest, watchdog_of
+from offload_engine.parallel.collectives import (
+    RankGroup,
+    compare_ranks,
+    host_group,
+    rank_and_world,
+    source_digest,
+    watchdog_of,
+)
 from offload_engine.parallel.mesh import layout_of
 from offload_engine.streaming import GradientExchange, GradientStore
 from offload_engine.timeline import Timeline
@@ -43,18 +49,17 @@ class Replicas:
         self._group: RankGroup | None = None
         self._exchange: GradientExchange | None = None
         self.close: Callable[[], None] = lambda: None
-        running = dist.is_available() and dist.is_initialized()
-        world = dist.get_world_size() if running else 1
+        rank, world = rank_and_world()
         layout = layout_of(config.parallel, world)
         _check(config, config.parallel, world)
         if world == 1:
             return
-        self.rank, self.world = dist.get_rank(), layout.world
+        self.rank, self.world = rank, layout.world
         compare_ranks(_facts(config, registry))
         watchdog = watchdog_of()
         self.close = watchdog.close
         try:
-            self._group = RankGroup(dist.new_group(backend="gloo"), "replicas", watchdog)
+            self._group = host_group("replicas", watchdog)
         except BaseException:
             self.close()
             raise

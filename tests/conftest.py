@@ -28,3 +28,4 @@ def _fixed_torch_settings() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+    assert torch._C._is_torch_function_enabled(), "torch function modes were left off: readers would not wait"

@@ -35,7 +35,7 @@ MARKER = "format.json"
 FORMAT = "offload-engine checkpoint"
 VERSION = 1
 
-_MAPPED_BYTES = 4 << 20
+_MAPPED_BYTES = 1 << 20
 """How much of a file may be read before it is mapped anew: pages of a mapping count as memory of the process."""
 
 TensorItem: TypeAlias = tuple[str, torch.dtype, Sequence[int], Callable[[], torch.Tensor]]
@@ -147,7 +147,7 @@ class TensorFile:
         self.path = Path(path)
         if not self.path.is_file():
             raise CheckpointError(
-                f"there is no file '{path}'; the checkpoint is incomplete. Load an older one."
+                f"there is no file '{path}'; something is missing. Load an older checkpoint, or fetch it anew."
             )
         self.checksums: Mapping[str, int] = {}
         """What `write_tensors` has returned: tensors that it names are compared with it when they are read."""
@@ -268,7 +268,7 @@ def read_json(path: str | PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no file '{path}'; the checkpoint is incomplete. Load an older one."
+            f"there is no file '{path}'; something is missing. Load an older checkpoint, or fetch it anew."
         ) from None
     except (OSError, ValueError) as error:
         raise _damaged(Path(path), error) from error
@@ -406,7 +406,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _damaged(path: Path, error: BaseException | str) -> CheckpointError:
-    return CheckpointError(f"'{path}' is damaged or incomplete: {error}. Load an older checkpoint.")
+    return CheckpointError(
+        f"'{path}' is damaged or incomplete: {error}. Load an older checkpoint, or fetch the file anew."
+    )
 
 
 def some_names(words: str, names: Iterable[str]) -> str:

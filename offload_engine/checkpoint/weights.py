@@ -97,6 +97,9 @@ def open_weights(path: WeightSource) -> Weights:
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"'{indices[0]}' has no 'weight_map': it is no index of safetensors files.")
         file_of = {str(name): place / str(file) for name, file in weight_map.items()}
+        outside = sorted({str(file) for file in weight_map.values() if Path(str(file)).name != str(file)})
+        if outside:
+            raise CheckpointError(f"'{indices[0]}' {some_names('names files outside its folder:', outside)}.")
         lost = sorted({file.name for file in file_of.values() if not file.is_file()})
         if lost:
             raise CheckpointError(

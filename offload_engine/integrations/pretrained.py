@@ -84,7 +84,9 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
             first, template, parts = source
             conversion = copy.deepcopy(template)  # it is used up when it is made
             for stored_name, pattern in parts:
-                read: Any = partial(self._stored.__getitem__, stored_name)  # called when the conversion is made
+                read: Any = partial(
+                    self._stored.__getitem__, stored_name
+                )  # called when the conversion is made
                 conversion.add_tensor(first, stored_name, pattern, read)
             made = conversion.convert(first, model=self._model, config=self._model.config)
             self._made.update(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,15 @@ import torch.distributed as dist
 from offload_engine.errors import ConfigError, RankError
 from offload_engine.parallel.watchdog import Watchdog
 
-__all__ = ["RankGroup", "compare_ranks", "source_digest", "watchdog_of"]
+__all__ = [
+    "RankGroup",
+    "compare_ranks",
+    "host_group",
+    "process_group",
+    "rank_and_world",
+    "source_digest",
+    "watchdog_of",
+]
 
 
 class RankGroup:
@@ -147,6 +156,50 @@ def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and their number: 0 and 1 without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def host_group(name: str, watchdog: Watchdog) -> RankGroup:
+    """Make a group of all ranks that exchanges host memory, whatever the process group's own backend is.
+
+    Every rank calls it, in the same order among such calls.
+    """
+    return RankGroup(dist.new_group(backend="gloo"), name, watchdog)
+
+
+@contextmanager
+def process_group(environment: Mapping[str, str]) -> Iterator[None]:
+    """Join the process group that a launcher describes, for the block; do nothing without one, or if there is one.
+
+    Args:
+        environment: has WORLD_SIZE and what else torchrun sets.
+
+    Raises:
+        ConfigError: there are more ranks on this machine than it has devices.
+    """
+    if int(environment.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    local = int(environment.get("LOCAL_RANK", "0"))
+    if torch.accelerator.is_available():
+        count = torch.accelerator.device_count()
+        if local >= count:
+            raise ConfigError(
+                f"rank {local} of this machine has no device of its own: there are {count}. Start at most {count} "
+                f"ranks here."
+            )
+        torch.accelerator.set_device_index(local)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def watchdog_of(**limits: Any) -> Watchdog:

@@ -72,18 +72,29 @@ class RunFolder:
     def start_over(self) -> Path | None:
         """Empty the folder, so that no files of two runs lie side by side; return where an earlier run went.
 
-        A run with a checkpoint is moved aside as it is, in the place of the one moved there before. One without has
-        nothing to go on from: its files are removed, and what was moved aside earlier stays.
+        A run with a checkpoint or results is moved aside as it is, in the place of the one moved there before. One
+        without has nothing to keep: its files are removed, and what was moved aside earlier stays.
 
         Raises:
-            ConfigError: the folder cannot be moved.
+            ConfigError: the folder cannot be moved; nothing is lost.
         """
-        if not self.has_checkpoint():
+        if not (
+            self.has_checkpoint() or self.checkpoint.exists() or self.model.exists() or self.summary.exists()
+        ):
             self._clear()
             return None
+        earlier = self.previous.with_name(f".{self.previous.name}.leaving")
+        shutil.rmtree(earlier, ignore_errors=True)
         try:
-            shutil.rmtree(self.previous, ignore_errors=True)
-            self.path.rename(self.previous)
+            if self.previous.is_dir():  # a file of that name is not ours to replace
+                self.previous.rename(earlier)
+            try:
+                self.path.rename(self.previous)
+            except OSError:
+                if earlier.exists():
+                    earlier.rename(self.previous)
+                raise
+            shutil.rmtree(earlier, ignore_errors=True)
         except OSError as error:
             raise ConfigError(
                 f"'{self.path}' holds an earlier run, which cannot be moved to '{self.previous}': {error.strerror}. "

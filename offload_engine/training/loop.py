@@ -66,14 +66,16 @@ class RunState:
 class Job:
     """One run of the main job, or one part of it between an interruption and a resume."""
 
-    def __init__(self, config: JobConfig, folder: RunFolder, progress: Progress, ranks: JobRanks) -> None:
+    def __init__(
+        self, config: JobConfig, folder: RunFolder, progress: Progress, ranks: JobRanks | None = None
+    ) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.state = RunState()
         self._first_step = 1
         self.heldout_loss_after: float | None = None
         self._last_waits_ns: dict[str, int] = {}
         self._last_grad_norm = math.nan
-        self.ranks = ranks
+        self.ranks = ranks = ranks or JobRanks()
         self._share = ranks.share(config.train.accumulation)
         self.trainer, self.tokenizer = make_trainer(config, several=ranks.world > 1)
         try:

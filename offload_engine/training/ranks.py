@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from offload_engine.errors import ConfigError
-from offload_engine.parallel.collectives import RankGroup, watchdog_of
+from offload_engine.parallel.collectives import RankGroup, rank_and_world, watchdog_of
 
-__all__ = ["JobRanks", "launch_command", "process_group"]
-
-_TIMEOUT = timedelta(minutes=10)
+__all__ = ["JobRanks", "launch_command"]
 
 
 class JobRanks:
@@ -30,8 +25,7 @@ class JobRanks:
     """
 
     def __init__(self) -> None:
-        running = dist.is_available() and dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+        self.rank, self.world = rank_and_world()
         self._watchdog = watchdog_of() if self.world > 1 else None
         self._group = RankGroup(None, "job", self._watchdog) if self.world > 1 else None
 
@@ -80,32 +74,6 @@ class JobRanks:
         """End the watchdog. Idempotent."""
         if self._watchdog is not None:
             self._watchdog.close()
-
-
-@contextmanager
-def process_group(environment: Mapping[str, str]) -> Iterator[None]:
-    """Join the process group that a launcher describes, for the block; do nothing without one.
-
-    Args:
-        environment: has WORLD_SIZE and what else torchrun sets.
-    """
-    if int(environment.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield
-        return
-    local = int(environment.get("LOCAL_RANK", "0"))
-    if torch.accelerator.is_available():
-        count = torch.accelerator.device_count()
-        if local >= count:
-            raise ConfigError(
-                f"rank {local} of this machine has no device: there are {count}. Start at most {count} ranks on it, "
-                f"or use engine.device = 'emulated'."
-            )
-        torch.accelerator.set_device_index(local)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def launch_command(ranks: int, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

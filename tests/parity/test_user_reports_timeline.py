@@ -136,6 +136,7 @@ def profiled(sequence: Sequence, steps: int) -> dict[str, list[Interval]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["emulated", pytest.param("accelerator", marks=pytest.mark.gpu)])
 def test_u61_copies_last_and_overlap_as_torchs_profiler_says(kind: str) -> None:
     """Durations within 5 %, the bytes, and an overlap of the middle copy alone; no lane does two things at once."""
@@ -176,6 +177,7 @@ def epoch_of_the_monotonic_clock_ns() -> int:
     return epoch - (before + after) // 2
 
 
+@pytest.mark.slow
 def test_u61_steps_and_waits_are_where_torchs_profiler_sees_them() -> None:
     """Step and phases as long as the profiler's; its matrix products lie in our compute spans, none in our waits."""
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
@@ -235,6 +237,7 @@ def test_u61_steps_and_waits_are_where_torchs_profiler_sees_them() -> None:
     assert inside >= 0.95 * total and waiting <= 0.01 * total
 
 
+@pytest.mark.slow
 def test_u61_recording_takes_little_of_a_step() -> None:
     """What the calls of one step cost: under 2 % of it when recording, under 0.1 % when not."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))

@@ -64,6 +64,7 @@ PUBLIC_NAMES = [
     "NonFiniteError",
     "OffloadEngine",
     "OffloadEngineError",
+    "ParallelConfig",
     "RankError",
     "SignSGD",
     "StateError",
