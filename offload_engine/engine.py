@@ -128,13 +128,13 @@ class OffloadEngine(Owner):
         registry = discover(model, optimizer.param_groups, precision, filled=weights is not None)
         values = MetaValues(model, registry, weights)
         refuse_wrapped(registry)
-        self._replicas = replicas = Replicas(config, registry)
         self._kind = kind = type(optimizer)
         assign_states(registry, config, partial(state_keys, kind=kind), partial(updates_matrices, kind=kind))
         check_states(registry, dict(optimizer.state))
         offloads = config.activations == "offload"
         offloaded = offloadable(model, config.activation_modules) if offloads else {}
 
+        self._replicas = replicas = Replicas(config, registry)
         with ExitStack() as undo:  # on any error in here the model stays as it was
             undo.callback(replicas.close)
             self.device: Device = open_device(config, backend, copy_threads=threads.copies)
@@ -146,7 +146,7 @@ class OffloadEngine(Owner):
             budget = self.device.budget_bytes
             bucket_bytes = sized(config.bucket_bytes) or default_bucket_bytes(registry, budget)
             layouts = plan_layout(registry, bucket_bytes=bucket_bytes, **replicas.place)
-            replicas.compare_layouts(layouts)
+            replicas.compare_layouts(layouts, self.device)
             check_budget(registry, layouts, budget, self.device.used_bytes())
             self.timeline = Timeline(
                 time.monotonic_ns, capacity=config.timeline_events, enabled=config.timeline

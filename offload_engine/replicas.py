@@ -7,6 +7,7 @@ whole.
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch import nn
 
 from offload_engine.buckets import Bucket, BucketLayout, Registry
 from offload_engine.config import EngineConfig, ParallelConfig
+from offload_engine.device import Device
 from offload_engine.errors import ConfigError, StateError
 from offload_engine.parallel.collectives import (
     RankGroup,
@@ -69,15 +71,32 @@ class Replicas:
         """Return rank and world, as `plan_layout` takes them."""
         return {"rank": self.rank, "world": self.world}
 
-    def compare_layouts(self, layouts: Sequence[BucketLayout]) -> None:
-        """Raise a ConfigError unless all ranks have laid their parameters out alike."""
+    def compare_layouts(self, layouts: Sequence[BucketLayout], device: Device) -> None:
+        """Raise a ConfigError unless all ranks have laid their parameters out alike, on devices of their own."""
         if self._group is not None:
+            self._check_device(self._group, device)
             shape = [
                 (layout.numel, str(layout.dtype), [e.name for e in layout.entries]) for layout in layouts
             ]
             digest = f"digest {zlib.crc32(repr(shape).encode()):08x}"
             budget = "as bucket_bytes and device_memory, or devices of several sizes, make them"
             compare_ranks({f"the layout of buckets, {budget},": f"{len(layouts)} buckets, {digest}"})
+
+    def _check_device(self, group: RankGroup, device: Device) -> None:
+        place = device.torch_device
+        if place.type == "cpu":
+            return
+        mine = torch.tensor([zlib.crc32(f"{socket.gethostname()} {place}".encode())])
+        places = torch.zeros(group.size, dtype=torch.int64)
+        group.gather(mine, places, "devices of the ranks")
+        shared = [
+            rank for rank, other in enumerate(places.tolist()) if other == int(mine) and rank != self.rank
+        ]
+        if shared:
+            raise ConfigError(
+                f"ranks {self.rank} and {shared[0]} are both on {place} of this machine. Give each rank a device of its "
+                f"own before wrapping: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))."
+            )
 
     def words(self) -> list[str]:
         """Return what the log says of the ranks."""

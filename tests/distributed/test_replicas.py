@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 import offload_engine as oe
 from offload_engine.config import ParallelConfig
+from offload_engine.parallel.collectives import host_group, watchdog_of
+from offload_engine.replicas import Replicas
 from tests.distributed.ranks import RankFailedError, on_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -375,6 +378,28 @@ def test_what_several_ranks_cannot_do_yet(config: dict[str, Any], words: str) ->
 
 def test_a_layout_of_several_ranks_needs_them() -> None:
     assert "dp = 2 is not possible with 1 ranks" in _refused({"parallel": ParallelConfig(dp=2)})
+
+
+def _sharing(several: bool) -> str:
+    """The device is a stand-in: what is compared is where it says that it is."""
+    watchdog = watchdog_of()
+    group = host_group("devices", watchdog)
+    replicas = Replicas.__new__(Replicas)
+    replicas.rank = group.rank
+    index = group.rank if several else 0
+    try:
+        replicas._check_device(group, types.SimpleNamespace(torch_device=torch.device("cuda", index)))  # type: ignore[arg-type]
+    except oe.ConfigError as error:
+        return str(error)
+    finally:
+        watchdog.close()
+    return ""
+
+
+def test_ranks_on_one_device_are_told_how_to_part() -> None:
+    assert on_ranks(2, _sharing, True) == ["", ""]
+    for message in on_ranks(2, _sharing, False):
+        assert "are both on cuda:0 of this machine" in message and "LOCAL_RANK" in message
 
 
 def _raising() -> None:
