@@ -94,8 +94,8 @@ class Replicas:
         ]
         if shared:
             raise ConfigError(
-                f"ranks {self.rank} and {shared[0]} are both on {place} of this machine. Give each rank a device of its "
-                f"own before wrapping: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))."
+                f"ranks {self.rank} and {shared[0]} are both on {place} of this machine. Give each rank its own device "
+                f"before wrapping: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))."
             )
 
     def words(self) -> list[str]:

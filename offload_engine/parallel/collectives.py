@@ -7,6 +7,7 @@ timing nor on the backend's algorithm, and what is replicated stays the same bit
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -203,12 +204,12 @@ def process_group(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def watchdog_of(**limits: Any) -> Watchdog:
-    """Start a watchdog over the running process group's own store.
+    """Start a watchdog over the running process group's own store; all ranks start theirs in the same order.
 
     Raises:
         ConfigError: there is no process group.
     """
-    return Watchdog(_store().clone(), dist.get_rank(), **limits)
+    return Watchdog(_store().clone(), dist.get_rank(), name=str(next(_watchdogs)), **limits)
 
 
 def _store() -> Any:
@@ -218,6 +219,10 @@ def _store() -> Any:
             "init_process_group() first."
         )
     return dist.distributed_c10d._get_default_store()
+
+
+_watchdogs = itertools.count()
+"""Numbers the watchdogs of this process."""
 
 
 @lru_cache(maxsize=1)

@@ -2,8 +2,9 @@
 
 gloo tells a killed peer to its neighbours only, and neither it nor an abort wakes a rank that waits (measured with
 torch 2.13). So each process publishes, once a second, how many collectives it has entered in each group; one that waits
-too long reads what the others have published, says which ranks are missing from which collective, and ends its process
-with `EXIT_CODE`.
+too long reads what the others have published and says which ranks are missing from which collective. Where one of them
+is gone, or itself waits for this one in another collective, nothing can come of it: the process ends with `EXIT_CODE`.
+A rank that is busy (it writes a checkpoint, loads data, compiles) is waited for, much longer.
 
 Owns: the thread and a connection to the store, from `Watchdog(...)` to `close`.
 """
@@ -45,7 +46,9 @@ class Watchdog:
     Args:
         store: a connection of its own to a store that all ranks share (`store.clone()`): the thread blocks in it.
         rank: this process's.
-        limit_s: how long a collective may take.
+        name: the same for the watchdogs of all ranks that belong together: a process may have several.
+        limit_s: how long a collective may take before it is looked into.
+        patience_s: how long it may take in all while the others are busy.
         gone_s: after how long without a sign of life a rank counts as gone; a collective that waits for one ends then.
         end: called with the message instead of ending the process; for tests.
         clock: seconds.
@@ -56,15 +59,21 @@ class Watchdog:
         store: Any,
         rank: int,
         *,
+        name: str = "all",
         limit_s: float = 25.0,
+        patience_s: float = 1800.0,
         gone_s: float = 10.0,
         period_s: float = 1.0,
         end: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._name = name
         self._rank = rank
         self._limit_s, self._gone_s, self._period_s = limit_s, gone_s, period_s
+        self._patience_s = patience_s
+        self._told: _Waiting | None = None
+        """The collective whose missing ranks have been logged."""
         self._end = end or _end_process
         self._clock = clock
         self._entered: dict[str, int] = {}
@@ -122,13 +131,17 @@ class Watchdog:
     def _publish(self, ended: bool = False) -> None:
         self._beats += 1
         with self._lock:
+            waiting = self._waiting
             facts = {
                 "beat": self._beats,
                 "entered": dict(self._entered),
                 "last": dict(self._last),
                 "ended": ended,
+                "waits": None
+                if waiting is None
+                else [waiting.group, waiting.number, waiting.what, waiting.ranks],
             }
-        self._store.set(_key(self._rank), json.dumps(facts))
+        self._store.set(self._key(self._rank), json.dumps(facts))
 
     def _look(self) -> None:
         with self._lock:
@@ -150,10 +163,15 @@ class Watchdog:
             lines += self._say(rank, found[rank], rank in gone, waiting)
         if len(lines) == 1:
             lines.append("All of them have entered it: the network between them, or its backend, is stuck.")
-        # A collective that was entered meanwhile is another one.
+        crossed = [rank for rank in others if self._is_crossed(found[rank], waiting)]
         with self._lock:
-            if self._waiting is waiting:
+            if self._waiting is not waiting:
+                return  # a collective that was entered meanwhile is another one
+            if gone or crossed or late >= self._patience_s:
                 self._end(" ".join(lines))
+            elif self._told is not waiting:
+                self._told = waiting
+                _log.warning(" ".join([*lines, "They are alive, and are waited for."]))
 
     def _say(self, rank: int, facts: dict[str, Any] | None, gone: bool, waiting: _Waiting) -> list[str]:
         if facts is None:
@@ -163,17 +181,29 @@ class Watchdog:
             return [f"Rank {rank} has ended its training already (its last collective there: '{last}')."]
         if gone:
             return [f"Rank {rank} is gone: no sign of life for {self._gone_s:.0f} s. Look at its output."]
+        if self._is_crossed(facts, waiting):
+            return [f"Rank {rank} waits in another collective: '{facts['waits'][2]}' of {facts['waits'][0]}."]
         if count < waiting.number:
             return [f"Rank {rank} has not come to it (its last one there: number {count}, '{last}')."]
         return []
 
+    def _is_crossed(self, facts: dict[str, Any] | None, waiting: _Waiting) -> bool:
+        """Whether a rank waits for this one in another collective than this one waits in."""
+        if facts is None or facts["waits"] is None:
+            return False
+        group, number, _, ranks = facts["waits"]
+        return self._rank in ranks and (group, number) != (waiting.group, waiting.number)
+
     def _read(self, rank: int, now: float) -> dict[str, Any] | None:
-        if not self._store.check([_key(rank)]):
+        if not self._store.check([self._key(rank)]):
             return None
-        facts: dict[str, Any] = json.loads(self._store.get(_key(rank)))
+        facts: dict[str, Any] = json.loads(self._store.get(self._key(rank)))
         if self._seen.get(rank, (0, 0.0))[0] != facts["beat"]:
             self._seen[rank] = facts["beat"], now
         return facts
+
+    def _key(self, rank: int) -> str:
+        return f"offload-engine watchdog {self._name} {rank}"
 
     def _is_gone(self, rank: int, facts: dict[str, Any] | None, waiting: _Waiting, now: float) -> bool:
         """Whether a rank will not do its part; one that has done it may have ended."""
@@ -182,10 +212,6 @@ class Watchdog:
         if facts["ended"]:
             return bool(facts["entered"].get(waiting.group, 0) < waiting.number)
         return now - self._seen[rank][1] > self._gone_s
-
-
-def _key(rank: int) -> str:
-    return f"offload-engine watchdog {rank}"
 
 
 def _end_process(message: str) -> None:

@@ -234,13 +234,18 @@ def watched() -> Iterator[tuple[Store, Watchdog, list[str], threading.Event]]:
     dog.close()
 
 
-def other(beat: int, entered: int, ended: bool = False) -> str:
-    return json.dumps(
-        {"beat": beat, "entered": {"all": entered}, "last": {"all": "gather 1"}, "ended": ended}
-    )
+def other(beat: int, entered: int, ended: bool = False, waits: Any = None) -> str:
+    facts = {
+        "beat": beat,
+        "entered": {"all": entered},
+        "last": {"all": "gather 1"},
+        "ended": ended,
+        "waits": waits,
+    }
+    return json.dumps(facts)
 
 
-def test_a_rank_that_is_elsewhere_is_named(watched: Any) -> None:
+def test_a_rank_that_waits_elsewhere_is_named(watched: Any) -> None:
     store, dog, said, ended = watched
     beats = itertools.count()
     with dog.on("all", [0, 1, 2], "gather 1"):
@@ -248,17 +253,48 @@ def test_a_rank_that_is_elsewhere_is_named(watched: Any) -> None:
     with dog.on("all", [0, 1, 2], "gather 2"):
         deadline = time.monotonic() + 5
         while not ended.is_set() and time.monotonic() < deadline:
-            store.set("offload-engine watchdog 1", other(next(beats), 1))
-            store.set("offload-engine watchdog 2", other(next(beats), 2))
+            elsewhere = ["experts", 4, "tokens", [0, 1]]
+            store.set("offload-engine watchdog all 1", other(next(beats), 1, waits=elsewhere))
+            here = ["all", 2, "gather 2", [0, 1, 2]]
+            store.set("offload-engine watchdog all 2", other(next(beats), 2, waits=here))
             time.sleep(0.01)
     assert "collective 2 of all, 'gather 2', with ranks [0, 1, 2]" in said[0]
-    assert "Rank 1 has not come to it (its last one there: number 1, 'gather 1')" in said[0]
+    assert "Rank 1 waits in another collective: 'tokens' of experts" in said[0]
     assert "Rank 2" not in said[0]
+
+
+def test_a_rank_that_is_busy_is_waited_for(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It writes a checkpoint, say."""
+    caplog.set_level("WARNING", logger="offload_engine")
+    store, dog, said, _ = watched
+    beats = itertools.count()
+    with dog.on("all", [0, 1], "gather 1"):
+        for _ in range(70):  # more than twice the limit
+            store.set("offload-engine watchdog all 1", other(next(beats), 0))
+            time.sleep(0.01)
+    assert not said
+    assert caplog.text.count("Rank 1 has not come to it (its last one there: number 0, 'gather 1')") == 1
+    assert "They are alive, and are waited for." in caplog.text
+
+
+def test_patience_has_an_end() -> None:
+    store, said, ended = Store(), [], threading.Event()
+
+    def end(message: str) -> None:
+        said.append(message)
+        ended.set()
+
+    dog = Watchdog(store, 0, limit_s=0.05, patience_s=0.2, gone_s=60, period_s=0.02, end=end)
+    store.set("offload-engine watchdog all 1", other(1, 0))
+    with dog.on("all", [0, 1], "gather 1"):
+        assert ended.wait(5)
+    dog.close()
+    assert "Rank 1 has not come to it" in said[0]
 
 
 def test_a_rank_without_a_sign_of_life_is_gone(watched: Any) -> None:
     store, dog, said, ended = watched
-    store.set("offload-engine watchdog 1", other(7, 1))
+    store.set("offload-engine watchdog all 1", other(7, 1))
     with dog.on("all", [0, 1], "gather 1"):
         assert ended.wait(5)
     assert "Rank 1 is gone: no sign of life" in said[0]
@@ -266,7 +302,7 @@ def test_a_rank_without_a_sign_of_life_is_gone(watched: Any) -> None:
 
 def test_a_rank_that_has_ended_as_it_should_is_not_gone(watched: Any) -> None:
     store, dog, said, ended = watched
-    store.set("offload-engine watchdog 1", other(7, 1, ended=True))
+    store.set("offload-engine watchdog all 1", other(7, 1, ended=True))
     with dog.on("all", [0, 1], "gather 1"):
         assert not ended.wait(0.25)  # it did its part of this one
     with dog.on("all", [0, 1], "gather 2"):
@@ -274,9 +310,26 @@ def test_a_rank_that_has_ended_as_it_should_is_not_gone(watched: Any) -> None:
     assert "Rank 1 has ended its training already" in said[0]
 
 
+def test_watchdogs_of_one_process_do_not_speak_for_each_other(watched: Any) -> None:
+    """The end of one engine is not the end of the rank's others."""
+    store, dog, said, ended = watched
+    store.set("offload-engine watchdog all 1", other(1, 1))
+    store.set("offload-engine watchdog 7 1", other(9, 0, ended=True))
+    beats = itertools.count(2)
+    with dog.on("all", [0, 1], "gather 1"):
+        for _ in range(15):
+            store.set("offload-engine watchdog all 1", other(next(beats), 1))
+            time.sleep(0.01)
+    assert not said
+    second = Watchdog(store, 0, name="7", period_s=0.02)
+    second.close()
+    assert json.loads(store.get("offload-engine watchdog 7 0"))["ended"]
+    assert not json.loads(store.get("offload-engine watchdog all 0"))["ended"]
+
+
 def test_short_collectives_are_left_alone(watched: Any) -> None:
     store, dog, said, _ = watched
-    store.set("offload-engine watchdog 1", other(1, 0))
+    store.set("offload-engine watchdog all 1", other(1, 0))
     for number in range(20):
         with dog.on("all", [0], f"gather {number}"):
             time.sleep(0.01)
@@ -316,11 +369,10 @@ def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path, capfd: pytest.Cap
 
 
 def _elsewhere() -> None:
-    group = RankGroup(None, "all", watchdog_of(limit_s=1.0, gone_s=20.0, period_s=0.1))
+    watchdog = watchdog_of(limit_s=1.0, gone_s=20.0, period_s=0.1)
+    group, second = RankGroup(None, "all", watchdog), RankGroup(dist.new_group(), "second", watchdog)
     group.barrier("start")
-    if dist.get_rank() == 1:
-        time.sleep(20)
-    group.sum(torch.ones(1), "norm of step 3")
+    (group if dist.get_rank() == 0 else second).sum(torch.ones(1), "norm of step 3")
 
 
 def test_a_hang_ends_with_the_names(tmp_path: Path) -> None:
