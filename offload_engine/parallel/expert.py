@@ -293,8 +293,10 @@ def run_experts(
     returned_SD = exchange_rows(out_MD, receives, sends, ranks.group)
 
     # Dropped choices keep their zeros.
-    all_D = returned_SD.new_zeros((tokens * choices, x_ND.shape[1])).index_copy(0, order_S, returned_SD)
-    return (all_D.view(tokens, choices, -1) * routing.gates_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
+    width = x_ND.shape[1]
+    all_D = returned_SD.new_zeros((tokens * choices, width)).index_copy(0, order_S, returned_SD)
+    gated_NKD = all_D.view(tokens, choices, width) * routing.gates_NK.unsqueeze(-1)
+    return gated_NKD.sum(dim=1).to(x_ND.dtype)
 
 
 def _rows_by_expert(experts_NK: Tensor, kept_NK: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
