@@ -239,16 +239,21 @@ def keep_within_capacity(experts_NK: Tensor, rule: RoutingRule, ranks: ExpertRan
     if rule.capacity_factor is None:
         return None
     tokens, choices = experts_NK.shape
-    chosen_KNX = F.one_hot(experts_NK.T, ranks.experts)
-    counts_RKX = gather_small(chosen_KNX.sum(dim=1), ranks.data_group)
-    capacity = rule.capacity(int(counts_RKX.sum()) // choices, ranks.experts)
+    experts = ranks.experts
+    # One number for each choice and expert; a stable sort by it numbers the tokens that have it in common.
+    pairs = (experts_NK + experts * torch.arange(choices, device=experts_NK.device)).T.reshape(-1)
+    counts = torch.bincount(pairs, minlength=choices * experts)
+    counts_RKX = gather_small(counts.view(choices, experts), ranks.data_group)
+    capacity = rule.capacity(int(counts_RKX.sum()) // choices, experts)
     assert capacity is not None
     totals_KX = counts_RKX.sum(dim=0)
     earlier_choices_KX = totals_KX.cumsum(dim=0) - totals_KX
     earlier_ranks_KX = counts_RKX[: group_rank(ranks.data_group)].sum(dim=0)
-    earlier_tokens_KNX = chosen_KNX.cumsum(dim=1) - chosen_KNX
-    places_KNX = (earlier_choices_KX + earlier_ranks_KX).unsqueeze(1) + earlier_tokens_KNX
-    return places_KNX.transpose(0, 1).gather(2, experts_NK.unsqueeze(-1)).squeeze(-1) < capacity
+    first_places = (earlier_choices_KX + earlier_ranks_KX).view(-1) - (counts.cumsum(dim=0) - counts)
+    order = pairs.argsort(stable=True)
+    sorted_places = first_places[pairs[order]] + torch.arange(len(order), device=order.device)
+    places = torch.empty_like(pairs).index_copy(0, order, sorted_places)
+    return places.view(choices, tokens).T < capacity
 
 
 def run_experts(

@@ -2,16 +2,20 @@
 
 Invariant: sums are made in the order of the ranks, by every rank alike, so that all ranks go on with the same bits.
 A group that is None is this process alone; nothing is exchanged then.
+Every exchange raises RankError when the backend says that another rank is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from offload_engine.errors import RankError
 
 __all__ = ["exchange_counts", "exchange_rows", "gather_small", "group_rank", "group_size"]
 
@@ -40,7 +44,8 @@ def gather_small(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gathered = tensor.new_empty((group_size(group), *tensor.shape))
     # The flat form takes one name for all torch versions: its function was renamed in 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group=group)
+    with _told("sums of the router", group):
+        gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group=group)
     return gathered
 
 
@@ -56,7 +61,8 @@ def exchange_counts(counts_RL: Tensor, group: dist.ProcessGroup | None) -> Tenso
     if group_size(group) == 1:
         return counts_RL
     received_RL = torch.empty_like(counts_RL)
-    dist.all_to_all_single(received_RL, counts_RL.contiguous(), group=group)
+    with _told("numbers of rows", group):
+        dist.all_to_all_single(received_RL, counts_RL.contiguous(), group=group)
     return received_RL
 
 
@@ -108,5 +114,19 @@ def _all_to_all(
 ) -> Tensor:
     received_MD = rows_SD.new_empty((sum(receives), rows_SD.shape[1]))
     # Gradients may be expanded or transposed views; a backend takes the memory as it lies.
-    dist.all_to_all_single(received_MD, rows_SD.contiguous(), list(receives), list(sends), group=group)
+    with _told("rows of experts", group):
+        dist.all_to_all_single(received_MD, rows_SD.contiguous(), list(receives), list(sends), group=group)
     return received_MD
+
+
+@contextmanager
+def _told(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Say what an exchange was about when the backend gives it up."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        raise RankError(
+            f"the exchange of {what} between ranks {ranks} failed: {str(error).splitlines()[0]}. Another rank has "
+            f"ended or cannot be reached; its own output says why. Start all ranks again, from the last checkpoint."
+        ) from error

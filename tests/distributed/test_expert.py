@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
+import random
 from typing import Any
 
 import pytest
@@ -137,7 +139,7 @@ def layer_errors(case: Case) -> dict[str, float]:
     every_ND = x_ND.clone().requires_grad_()
     wanted_ND, wanted = run(reference, every_ND, weight_ND)
     group, holders = groups_of(case.ep or world)
-    ranks = ExpertRanks(EXPERTS, group, dist.group.WORLD)
+    ranks = ExpertRanks(config.experts, group, dist.group.WORLD)
     assert share_experts(layer, ranks) == 1
     mine_ND = x_ND[own].clone().requires_grad_()
     found_ND, found = run(layer, mine_ND, weight_ND[own])
@@ -152,13 +154,13 @@ def layer_errors(case: Case) -> dict[str, float]:
         "whole losses": error(found.whole_2, wanted.whole_2),
     }
     experts_NK = reference.router(x_ND).experts_NK
-    kept_NK = keep_within_capacity(experts_NK, config.rule, ExpertRanks(EXPERTS))
+    kept_NK = keep_within_capacity(experts_NK, config.rule, ExpertRanks(config.experts))
     if kept_NK is not None:
         mine_NK = keep_within_capacity(experts_NK[own], config.rule, ranks)
         assert mine_NK is not None
         errors["choices dropped elsewhere"] = float((mine_NK != kept_NK[own]).sum())
         errors["dropped"] = float((~kept_NK).sum())
-    errors["experts without tokens"] = EXPERTS - float(len(experts_NK.unique()))
+    errors["experts without tokens"] = config.experts - float(len(experts_NK.unique()))
     return errors | compare_gradients(layer, reference, ranks, holders)
 
 
@@ -183,13 +185,14 @@ def decoder_errors(kind: Any, factor: float | None) -> dict[str, float]:
         return output.logits_BTV, loss.detach()
 
     wanted_BTV, wanted = run(reference, tokens_BT)
-    ranks = ExpertRanks(EXPERTS, dist.group.WORLD)
+    group, holders = groups_of(world)
+    ranks = ExpertRanks(EXPERTS, group)
     assert share_experts(model, ranks) == 2
     own = slice(2 * rank, 2 * rank + 2)
     found_BTV, found = run(model, tokens_BT[own])
     dist.all_reduce(found)
     errors = {"logits": error(found_BTV, wanted_BTV[own]), "loss": error(found, wanted)}
-    return errors | compare_gradients(model, reference, ranks, None)
+    return errors | compare_gradients(model, reference, ranks, holders)
 
 
 def refusals() -> list[str]:
@@ -224,19 +227,16 @@ def exchanged() -> list[float]:
     got_MD = exchange_rows(rows_SD, sends, receives, dist.group.WORLD)
     (got_MD.T.contiguous().T * 2).sum().backward()
     assert rows_SD.grad is not None and bool((rows_SD.grad == 2).all())
-    return [float(value) for value in got_MD[:, 0]]
+    return [float(value) for value in got_MD.detach()[:, 0]]
 
 
 def everything() -> dict[str, Any]:
-    import time; t=time.time()
     layers = {name: layer_errors(case) for name, case in CASES.items()}
-    print("LAYERS", time.time()-t, flush=True); t=time.time()
     decoders = {
         (kind, factor): decoder_errors(kind, factor)
         for kind in ("none", "block", "block_reentrant")
         for factor in (None, 0.5)
     }
-    print("DEC", time.time()-t, flush=True); t=time.time()
     return {"layers": layers, "decoders": decoders, "refusals": refusals(), "rows": exchanged()}
 
 
@@ -311,3 +311,51 @@ def raises_on_rank_1() -> None:
 def test_a_rank_that_raises_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="1: 'Traceback.*ValueError: on purpose"):
         spawn(2, raises_on_rank_1)
+
+
+def ends_before_the_exchange(backward: bool) -> None:
+    rank = dist.get_rank()
+    layer = MoEFeedForward(config_of(Case()))
+    share_experts(layer, ExpertRanks(EXPERTS, dist.group.WORLD))
+    if rank == 1 and not backward:
+        os._exit(0)
+    y_ND, _ = layer(torch.randn(5, 16))
+    if rank == 1:
+        os._exit(0)
+    y_ND.sum().backward()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_that_is_gone_is_an_error_of_the_others(backward: bool) -> None:
+    with pytest.raises(AssertionError, match="RankError: the exchange of .* between ranks .0, 1. failed: "):
+        spawn(2, ends_before_the_exchange, backward)
+
+
+def random_layers(seeds: range) -> dict[int, dict[str, float]]:
+    found = {}
+    for seed in seeds:
+        draw = random.Random(seed)
+        experts = 4 * dist.get_world_size()
+        changes = {
+            "experts": experts,
+            "top_k": draw.randint(1, 6),
+            "score": draw.choice(["softmax", "sigmoid"]),
+            "renormalise": draw.random() < 0.5,
+            "shared_ffn": draw.choice([0, 8]),
+            "capacity_factor": draw.choice([None, 0.3, 0.8, 1.5]),
+        }
+        tokens = tuple(draw.choice([0, 1, 2, 9, 30]) for _ in range(4))
+        favour = tuple(draw.sample(range(experts), draw.choice([0, 0, 1, 2])))
+        found[seed] = layer_errors(Case(tokens=tokens, changes=changes, favour=favour))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_random_layers_are_those_of_one_process(world: int) -> None:
+    per_rank = spawn(world, random_layers, range(40))
+    for seed in range(40):
+        errors = largest([each[seed] for each in per_rank])
+        del errors["experts without tokens"]
+        errors.pop("dropped", None)
+        assert max(errors.values()) <= BOUND, (seed, errors)

@@ -212,7 +212,7 @@ class MoEDecoder(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if narrow else 0.02)
 
     def forward(self, tokens_BT: Tensor) -> MoEOutput:
-        """Return logits (B, T, V) and the router's losses. Every rank has to call it; B may differ, but is 1 or more."""
+        """Return logits (B, T, V) and the router's losses. Every rank has to call it, with B of 1 or more."""
         length = tokens_BT.shape[1]
         x_BTD = self.embedding(tokens_BT)
         cos_TE = self.cos_TE[:length].to(x_BTD.dtype)
