@@ -38,6 +38,8 @@ class Case:
     """Fields of `MoEConfig`."""
     favour: tuple[int, ...] = ()
     """Experts that all tokens go to."""
+    strength: float = 40.0
+    """Their logits. Softmax gates beside a large one are small, and as inexact as the large logit is."""
     ep: int = 0
     """Ranks that share out the experts; 0: all. The others hold the same ones."""
 
@@ -127,7 +129,7 @@ def layer_errors(case: Case) -> dict[str, float]:
         with torch.no_grad():
             x_ND[:, 0] = 1.0
             for place, expert in enumerate(case.favour):
-                reference.router.weight[expert, 0] = 40.0 - 10 * place
+                reference.router.weight[expert, 0] = case.strength * (1 - place / 4)
     layer = copy.deepcopy(reference)
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
@@ -346,7 +348,7 @@ def random_layers(seeds: range) -> dict[int, dict[str, float]]:
         }
         tokens = tuple(draw.choice([0, 1, 2, 9, 30]) for _ in range(4))
         favour = tuple(draw.sample(range(experts), draw.choice([0, 0, 1, 2])))
-        found[seed] = layer_errors(Case(tokens=tokens, changes=changes, favour=favour))
+        found[seed] = layer_errors(Case(tokens=tokens, changes=changes, favour=favour, strength=8.0))
     return found
 
 

@@ -239,7 +239,7 @@ def test_a_decoder_learns() -> None:
         (loss + model.router_loss(output)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
 
 
