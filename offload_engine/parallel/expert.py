@@ -361,15 +361,16 @@ def grouped_linear(
 
 
 def _has_grouped_kernel(rows_MI: Tensor, weight_LOI: Tensor) -> bool:
-    return (
+    capable: bool = (
         rows_MI.device.type == "cuda"
         and rows_MI.dtype == weight_LOI.dtype == torch.bfloat16
         and rows_MI.shape[0] > 0
         and hasattr(torch, "_grouped_mm")
-        and torch.cuda.get_device_capability(rows_MI.device) >= (8, 0)
+        and torch.get_device_module(rows_MI.device).get_device_capability(rows_MI.device) >= (8, 0)
         # Each row must start at a multiple of 16 bytes.
         and all(size * rows_MI.element_size() % 16 == 0 for size in weight_LOI.shape[1:])
     )
+    return capable
 
 
 def share_experts(model: nn.Module, ranks: ExpertRanks) -> int:

@@ -69,13 +69,16 @@ def config_of(case: Case) -> MoEConfig:
     return MoEConfig(**({"decoder": decoder, "experts": EXPERTS, "expert_ffn": 12} | case.changes))
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference relative to the largest value; where all values are zero, the largest one found."""
-    if not wanted.numel():
+def error(found: Tensor, wanted: Tensor, own: slice = slice(None)) -> float:
+    """Return the largest difference to the own part of what is wanted, relative to the largest value of all of it.
+
+    Where all values are zero, it is the largest one found.
+    """
+    if not found.numel():
         return 0.0
     found, wanted = found.detach(), wanted.detach()
     largest = float(wanted.abs().max())
-    return float((found - wanted).abs().max()) / (largest or 1.0)
+    return float((found - wanted[own]).abs().max()) / (largest or 1.0)
 
 
 @functools.cache
@@ -107,10 +110,10 @@ def compare_gradients(
         whole = reference[name]
         if ".experts." in f".{name}":
             dist.all_reduce(grad, group=holders)
-            whole = whole[ranks.own]
+            errors[name] = error(grad, whole, ranks.own)
         else:
             dist.all_reduce(grad)
-        errors[name] = error(grad, whole)
+            errors[name] = error(grad, whole)
     assert len(errors) == len(reference)
     return errors
 
@@ -150,8 +153,8 @@ def layer_errors(case: Case) -> dict[str, float]:
     shares_2 = found.share_2.detach().clone()
     dist.all_reduce(shares_2)
     errors = {
-        "out": error(found_ND, wanted_ND[own]),
-        "input": error(mine_ND.grad, every_ND.grad[own]),
+        "out": error(found_ND, wanted_ND, own),
+        "input": error(mine_ND.grad, every_ND.grad, own),
         "sum of shares": error(shares_2, wanted.share_2),
         "whole losses": error(found.whole_2, wanted.whole_2),
     }
@@ -193,7 +196,7 @@ def decoder_errors(kind: Any, factor: float | None) -> dict[str, float]:
     own = slice(2 * rank, 2 * rank + 2)
     found_BTV, found = run(model, tokens_BT[own])
     dist.all_reduce(found)
-    errors = {"logits": error(found_BTV, wanted_BTV[own]), "loss": error(found, wanted)}
+    errors = {"logits": error(found_BTV, wanted_BTV, own), "loss": error(found, wanted)}
     return errors | compare_gradients(model, reference, ranks, holders)
 
 
