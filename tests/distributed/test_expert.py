@@ -20,7 +20,7 @@ from offload_engine.parallel.expert import ExpertRanks, keep_within_capacity, sh
 from offload_engine.parallel.expert_exchange import exchange_rows
 from offload_engine.training.config import DecoderConfig
 from offload_engine.training.models.moe import MoEConfig, MoEDecoder, MoEFeedForward
-from tests.distributed.spawn_expert import spawn
+from tests.distributed.ranks import on_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(110)]
 
@@ -250,7 +250,7 @@ def everything() -> dict[str, Any]:
 def launched(world: int) -> list[dict[str, Any]] | AssertionError:
     """One launch for all cases: starting processes is what costs here, most of all those that hang."""
     try:
-        return spawn(world, everything)
+        return on_ranks(world, everything)
     except AssertionError as fault:
         return fault
 
@@ -318,17 +318,6 @@ def test_refusals_say_what_would_do(world: int) -> None:
         )
 
 
-def raises_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("on purpose")
-    dist.barrier()
-
-
-def test_a_rank_that_raises_ends_the_others() -> None:
-    with pytest.raises(AssertionError, match="1: 'Traceback.*ValueError: on purpose"):
-        spawn(2, raises_on_rank_1)
-
-
 def ends_before_the_exchange(backward: bool) -> None:
     rank = dist.get_rank()
     layer = MoEFeedForward(config_of(Case()))
@@ -344,7 +333,7 @@ def ends_before_the_exchange(backward: bool) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_rank_that_is_gone_is_an_error_of_the_others(backward: bool) -> None:
     with pytest.raises(AssertionError, match="RankError: the exchange of .* between ranks .0, 1. failed: "):
-        spawn(2, ends_before_the_exchange, backward)
+        on_ranks(2, ends_before_the_exchange, backward)
 
 
 def random_layers(seeds: range) -> dict[int, dict[str, float]]:
@@ -369,7 +358,7 @@ def random_layers(seeds: range) -> dict[int, dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_random_layers_are_those_of_one_process(world: int) -> None:
-    per_rank = spawn(world, random_layers, range(40))
+    per_rank = on_ranks(world, random_layers, range(40))
     for seed in range(40):
         errors = largest([each[seed] for each in per_rank])
         del errors["experts without tokens"]

@@ -40,7 +40,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.kv_heads != self.heads,
         )
-        out_BTD: Tensor = self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
+        out_BTD: Tensor = self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))
         return out_BTD
 
 
