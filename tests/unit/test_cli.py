@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_engine.__main__ import _own_command, main
+from offload_engine.__main__ import _own_command, _short_path, main
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -106,7 +106,7 @@ def test_the_command_is_named_as_it_was_called(
     monkeypatch.setattr(sys, "argv", [str(script)])
     assert _own_command() == "offload-engine"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "offload_engine" / "__main__.py")])
-    assert _own_command() == f"{shlex.quote(sys.executable)} -m offload_engine"
+    assert _own_command() == f"{shlex.quote(_short_path(Path(sys.executable)))} -m offload_engine"
     (script.parent / "python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
     assert _own_command() == "python -m offload_engine"
