@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in the background: Ctrl-C would do nothing here, nor in the processes of tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)

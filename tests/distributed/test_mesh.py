@@ -229,7 +229,7 @@ def watched() -> Iterator[tuple[Store, Watchdog, list[str], threading.Event]]:
         said.append(message)
         ended.set()
 
-    dog = Watchdog(store, 0, limit_s=0.3, gone_s=0.2, period_s=0.02, end=end)
+    dog = Watchdog(store, 0, limit_s=0.3, gone_s=1.5, period_s=0.02, end=end)
     yield store, dog, said, ended
     dog.close()
 
