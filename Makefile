@@ -19,10 +19,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 
-.PHONY: help setup setup-hf train test test-slow test-gpu compatibility parity hostile fuzz lint format sanitize test-neon bench clean
+.PHONY: help setup setup-hf train test test-slow test-distributed test-gpu compatibility parity hostile fuzz lint format sanitize test-neon bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## make the virtual environment and build the extension
 
@@ -70,6 +70,9 @@ test: $(VENV)/.installed ## the tests that need no GPU and little time
 
 test-slow: $(VENV)/.installed-hf ## the long ones
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-distributed: $(VENV)/.installed ## several ranks on gloo, the long ones too
+	@$(BIN)/python -m pytest -m "multiproc and not gpu" tests/distributed $(ARGS)
 
 test-gpu: $(VENV)/.installed ## those that need an accelerator
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
