@@ -1,0 +1,159 @@
+"""The exchanges of context-parallel attention: a shift around the ring, heads against tokens, and small gathers.
+
+Invariant: all ranks of a group make the same calls in the same order; messages between two ranks go by that order.
+A group that is None is this process alone; nothing is exchanged then.
+Every exchange raises RankError when the backend says that another rank is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from offload_engine.errors import ConfigError, RankError
+
+__all__ = [
+    "ContextGroups",
+    "RingShift",
+    "context_groups",
+    "gather_parts",
+    "group_rank",
+    "group_size",
+    "swap_even",
+]
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The two groups that a rank shares a sequence with. None: nobody."""
+
+    ring: dist.ProcessGroup | None
+    """Passes keys and values around."""
+    ulysses: dist.ProcessGroup | None
+    """Exchanges heads for tokens; its ranks follow one another in the group that was cut up."""
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Return this rank's number in a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def context_groups(group: dist.ProcessGroup | None, ulysses: int) -> ContextGroups:
+    """Cut a group into a ring of groups that exchange heads. Every rank of the group calls it.
+
+    Args:
+        group: ranks that share a sequence.
+        ulysses: how many ranks exchange heads: 1 is a ring alone, all ranks are no ring.
+
+    Raises:
+        ConfigError: `ulysses` does not divide the group.
+    """
+    world = group_size(group)
+    if ulysses < 1 or world % ulysses:
+        fits = [size for size in range(1, world + 1) if world % size == 0]
+        raise ConfigError(
+            f"a group of {world} ranks cannot be cut into groups of {ulysses} that exchange heads. Possible are "
+            f"{fits}."
+        )
+    if group is None or ulysses == 1:
+        return ContextGroups(ring=group, ulysses=None)
+    if ulysses == world:
+        return ContextGroups(ring=None, ulysses=group)
+    ranks = dist.get_process_group_ranks(group)
+    place, piece = divmod(dist.get_rank(group), ulysses)
+    # Only members come to these calls: the ranks of other context groups make theirs at another time.
+    exchanging = dist.new_group(
+        ranks[place * ulysses : (place + 1) * ulysses],
+        use_local_synchronization=True,
+    )
+    passing = dist.new_group(ranks[piece::ulysses], use_local_synchronization=True)
+    return ContextGroups(ring=passing, ulysses=exchanging)
+
+
+class RingShift:
+    """One tensor on its way to the next rank of a ring, while another comes from the rank before.
+
+    The constructor posts both; what was sent must not change before `wait` has returned.
+
+    Args:
+        tensor: of one shape and dtype on all ranks.
+        group: of at least two ranks.
+    """
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self._sent = tensor.contiguous()
+        self._received = self._sent.new_empty(self._sent.shape)
+        self._group = group
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.get_rank(group)
+        after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+        with _told("keys and values", group):
+            self._works: list[Any] = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._sent, after, group),
+                    dist.P2POp(dist.irecv, self._received, before, group),
+                ]
+            )
+
+    def wait(self) -> Tensor:
+        """Return what came, once both ways are done."""
+        with _told("keys and values", self._group):
+            for work in self._works:
+                work.wait()
+        return self._received
+
+
+def swap_even(pieces: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Send piece i of the first dim to rank i, and return what the ranks sent here, in their order.
+
+    Args:
+        pieces: (ranks, ...), of one shape and dtype on all ranks.
+    """
+    if group is None or group_size(group) == 1:
+        return pieces
+    sent = pieces.contiguous()
+    received = sent.new_empty(sent.shape)
+    with _told("heads", group):
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
+    return received
+
+
+def gather_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return what every rank has, one row a rank, in their order. Nothing flows back through it.
+
+    Args:
+        tensor: of one shape and dtype on all ranks.
+
+    Returns:
+        (ranks, *shape).
+    """
+    if group is None or group_size(group) == 1:
+        return tensor.detach().unsqueeze(0)
+    gathered = tensor.new_empty((group_size(group), *tensor.shape))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+    with _told("documents", group):
+        gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group=group)
+    return gathered
+
+
+@contextmanager
+def _told(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what an exchange was about when the backend gives it up."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"the exchange of {what} between ranks {dist.get_process_group_ranks(group)} failed: "
+            f"{str(error).splitlines()[0]}. Another rank has ended, cannot be reached, or sends another number of "
+            f"tokens; its own output says why. Start all ranks again, from the last checkpoint."
+        ) from error
