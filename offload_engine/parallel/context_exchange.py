@@ -7,11 +7,12 @@ Every exchange raises RankError when the backend says that another rank is gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from offload_engine.errors import ConfigError, RankError
 __all__ = [
     "ContextGroups",
     "RingShift",
+    "compare_calls",
     "context_groups",
     "gather_parts",
     "group_rank",
@@ -141,9 +143,38 @@ def gather_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return tensor.detach().unsqueeze(0)
     gathered = tensor.new_empty((group_size(group), *tensor.shape))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-    with _told("documents", group):
+    with _told("documents and shapes", group):
         gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group=group)
     return gathered
+
+
+def compare_calls(facts: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank of a group unless all of them make the same call.
+
+    Gloo ends the whole process when a message has another size than is waited for; so what decides about sizes is
+    compared before.
+
+    Args:
+        facts: name -> value; the same names on all ranks.
+
+    Raises:
+        ConfigError: names what differs, and where.
+    """
+    if group is None or group_size(group) == 1:
+        return
+    rows = gather_parts(torch.tensor(list(facts.values()), dtype=torch.int64), group).tolist()
+    ranks = dist.get_process_group_ranks(group)
+    for row, rank in zip(rows, ranks, strict=True):
+        differing = [
+            f"{name} is {first} on rank {ranks[0]} and {value} on rank {rank}"
+            for name, first, value in zip(facts, rows[0], row, strict=True)
+            if first != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"ranks {ranks} share a sequence, but call attention differently: {'; '.join(differing)}. Give all of "
+                f"them the same arguments, and the parts of one zigzag_split()."
+            )
 
 
 @contextmanager

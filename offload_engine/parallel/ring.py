@@ -12,6 +12,7 @@ Shape letters: B rows, H query heads, K key heads (K divides H), S tokens of thi
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,15 @@ from torch.autograd.function import once_differentiable
 from offload_engine.errors import ConfigError, UnsupportedError
 from offload_engine.parallel.attention_kernels import AttentionKernel, choose_kernel
 from offload_engine.parallel.context import zigzag_positions
-from offload_engine.parallel.context_exchange import RingShift, gather_parts, group_rank, group_size
+from offload_engine.parallel.context_exchange import (
+    RingShift,
+    compare_calls,
+    gather_parts,
+    group_rank,
+    group_size,
+)
 
-__all__ = ["check_attention", "merge_attention", "ring_attention"]
+__all__ = ["attention_facts", "check_attention", "merge_attention", "ring_attention"]
 
 
 def ring_attention(
@@ -58,11 +65,15 @@ def ring_attention(
         (B, H, S, E) of q's dtype. A token that sees no key gets zeros, and gives no gradient.
 
     Raises:
-        ConfigError: shapes or dtypes contradict each other, or an odd S cannot be two chunks.
+        ConfigError: shapes or dtypes contradict each other or those of another rank (compared on the CPU only), or an
+            odd S cannot be two chunks.
         UnsupportedError: no kernel of this device can compute it.
         RankError: another rank is gone.
     """
     check_attention(q, k, v, lengths, documents)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if q.device.type == "cpu":  # elsewhere, reading what ranks have said would hold up the device
+        compare_calls(attention_facts(q, k, causal, scale, lengths, documents), group)
     world, S = group_size(group), q.shape[2]
     masked = lengths is not None or documents is not None
     if world > 1 and S % 2 and (causal or masked):
@@ -76,10 +87,10 @@ def ring_attention(
         world=world,
         tokens=S,
         causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         kernel=choose_kernel(q, k, masked=masked),
-        lengths=lengths,
-        documents_RBS=None if documents is None else gather_parts(documents, group),
+        lengths=None if lengths is None else lengths.to(q.device),
+        documents_RBS=None if documents is None else gather_parts(documents.to(q.device), group),
     )
     attended: Tensor = _RingAttention.apply(q, k, v, job)  # type: ignore[no-untyped-call]
     return attended
@@ -153,6 +164,24 @@ def check_attention(
         )
 
 
+def attention_facts(
+    q: Tensor, k: Tensor, causal: bool, scale: float, lengths: Tensor | None, documents: Tensor | None
+) -> dict[str, int]:
+    """Return what must be the same on all ranks of a call, as numbers. For the arguments see `ring_attention`."""
+    return {
+        "number of rows": q.shape[0],
+        "number of heads": q.shape[1],
+        "number of key heads": k.shape[1],
+        "number of tokens": q.shape[2],
+        "head dim": q.shape[3],
+        "digest of the dtype": zlib.crc32(str(q.dtype).encode()),
+        "causal": int(causal),
+        "digest of the scale": zlib.crc32(repr(scale).encode()),
+        "digest of the lengths": 0 if lengths is None else zlib.crc32(repr(lengths.tolist()).encode()),
+        "documents": int(documents is not None),
+    }
+
+
 @dataclass(frozen=True)
 class _Block:
     """Queries that attend with keys of one rank, by places in the two ranks' own parts."""
@@ -218,16 +247,14 @@ class _Job:
         """Return (B, 1, queries, keys): what lengths and documents leave, whether causal or not."""
         masks = []
         if self.lengths is not None:
-            places = self._positions(source)[keys].to(self.lengths.device)
+            places = zigzag_positions(self.tokens * self.world, source, self.world)[keys]
+            places = places.to(self.lengths.device)
             masks.append((places < self.lengths[:, None])[:, None, None, :])
         if self.documents_RBS is not None:
             mine, theirs = self.documents_RBS[self.rank][:, queries], self.documents_RBS[source][:, keys]
             masks.append((mine[:, :, None] == theirs[:, None, :])[:, None])
         seen = masks[0] if len(masks) == 1 else masks[0] & masks[1]
         return seen.expand(-1, -1, queries.stop - queries.start, -1)
-
-    def _positions(self, source: int) -> Tensor:
-        return zigzag_positions(self.tokens * self.world, source, self.world)
 
 
 class _RingAttention(torch.autograd.Function):

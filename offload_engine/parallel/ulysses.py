@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload_engine.errors import UnsupportedError
-from offload_engine.parallel.context_exchange import gather_parts, group_size, swap_even
-from offload_engine.parallel.ring import check_attention, ring_attention
+from offload_engine.parallel.context_exchange import compare_calls, gather_parts, group_size, swap_even
+from offload_engine.parallel.ring import attention_facts, check_attention, ring_attention
 
 __all__ = ["repeats_of_key_heads", "ulysses_attention"]
 
@@ -51,19 +51,22 @@ def ulysses_attention(
         (B, H, S, E) of q's dtype.
 
     Raises:
-        ConfigError: shapes or dtypes contradict each other.
+        ConfigError: shapes or dtypes contradict each other or those of another rank (compared on the CPU only).
         UnsupportedError: the group does not divide the query heads, or no kernel of this device can compute it.
         RankError: another rank is gone.
     """
     check_attention(q, k, v, lengths, documents)
     U = group_size(group)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if q.device.type == "cpu":
+        compare_calls(attention_facts(q, k, causal, scale, lengths, documents), group)
     times = repeats_of_key_heads(q.shape[1], k.shape[1], U)
     if U > 1:
         if times > 1:
             k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
         q, k, v = (_tokens_for_heads(part, group) for part in (q, k, v))
         if documents is not None:
-            documents = gather_parts(documents, group).transpose(0, 1).flatten(1)
+            documents = gather_parts(documents.to(q.device), group).transpose(0, 1).flatten(1)
     out = ring_attention(q, k, v, ring, causal=causal, scale=scale, lengths=lengths, documents=documents)
     return _heads_for_tokens(out, group) if U > 1 else out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_engine.errors import ConfigError, OffloadEngineError, RankError, UnsupportedError
-from offload_engine.parallel import attention_kernels
-from offload_engine.parallel.attention_kernels import KERNELS, AttentionKernel, choose_kernel
+from offload_engine.parallel.attention_kernels import KERNELS
 from offload_engine.parallel.context import (
     pad_sequence,
     sequence_multiple,
@@ -24,7 +23,7 @@ from offload_engine.parallel.context import (
     zigzag_positions,
     zigzag_split,
 )
-from offload_engine.parallel.context_exchange import context_groups
+from offload_engine.parallel.context_exchange import RingShift, context_groups, swap_even
 from offload_engine.parallel.ring import _Job, merge_attention, ring_attention
 from offload_engine.parallel.ulysses import repeats_of_key_heads, ulysses_attention
 from tests.distributed.ranks import RankFailedError, on_ranks
@@ -223,25 +222,32 @@ def test_results_do_not_depend_on_timing(world: int) -> None:
             assert all(torch.equal(tensors[key], before[name][key]) for key in tensors)
 
 
-def leave_early() -> str:
-    case = Case()
+def leave_early() -> list[str]:
+    words: list[str] = []
     if dist.get_rank() == 1:
-        return "gone"
-    made = inputs(case)
-    try:
-        attend(case, made, 2, 0)
-    except RankError as failed:
-        return str(failed)
-    return "no error"
+        return words
+    calls: list[Callable[[], Any]] = [
+        lambda: attend(Case(), inputs(Case()), 2, 0),
+        lambda: RingShift(torch.zeros(3), groups_of(1).ring).wait(),
+        lambda: swap_even(torch.zeros(2, 3), groups_of(1).ring),
+    ]
+    for call in calls:
+        try:
+            call()
+        except RankError as failed:
+            words.append(str(failed))
+    return words
 
 
 @multiproc
 def test_a_rank_that_is_gone_is_an_error() -> None:
     words, gone = on_ranks(2, leave_early)
-    assert gone == "gone"
-    assert re.search(
-        r"exchange of keys and values between ranks \[0, 1\] failed.*Another rank has ended", words
-    )
+    assert gone == []
+    for what, said in zip(("documents and shapes", "keys and values", "heads"), words, strict=True):
+        assert (
+            f"the exchange of {what} between ranks [0, 1] failed: " in said
+            and "Another rank has ended" in said
+        )
 
 
 def refuse_heads() -> str:
@@ -259,6 +265,38 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank() -> None:
     for words in on_ranks(2, refuse_heads):
         assert "3 heads cannot be shared out to 2 ranks" in words
         assert "groups of 1 or 3 ranks, 2 or 4 heads" in words
+
+
+def call_differently() -> list[str]:
+    """Let rank 1 call otherwise than rank 0, each time in one thing, by both ways of attention."""
+    odd, words = dist.get_rank() == 1, []
+    changes: list[dict[str, Any]] = [
+        {"tokens": 6},
+        {"dtype": torch.bfloat16},
+        {"causal": False},
+        {"lengths": torch.tensor([5, 7])},
+    ]
+    for attention, change in itertools.product((ring_attention, ulysses_attention), changes):
+        call: dict[str, Any] = {"tokens": 4, "dtype": torch.float32, "causal": True}
+        call |= {"lengths": torch.tensor([5, 8])} if "lengths" in change else {}
+        call |= change if odd else {}
+        q = torch.zeros(2, 2, call.pop("tokens"), 8, dtype=call.pop("dtype"))
+        try:
+            attention(q, q, q, dist.group.WORLD, **call)
+        except ConfigError as refused:
+            words.append(str(refused))
+    return words
+
+
+@multiproc
+def test_calls_that_differ_are_an_error_on_every_rank() -> None:
+    first, second = on_ranks(2, call_differently)
+    assert first == second and len(first) == 8
+    assert "ranks [0, 1] share a sequence, but call attention differently" in first[0]
+    assert "number of tokens is 4 on rank 0 and 6 on rank 1." in first[0]
+    assert all(
+        name in words for name, words in zip(("tokens", "dtype", "causal", "lengths") * 2, first, strict=True)
+    )
 
 
 @multiproc
@@ -284,7 +322,7 @@ def test_random_calls_agree(world: int) -> None:
             key_heads=key_heads,
             length=length,
             ulysses=ulysses,
-            lengths=pick((), (length, length // 2), (0, 1)),
+            lengths=pick((), (length, length // 2), (0, 5)),
             documents=tuple(b - a for a, b in itertools.pairwise(cuts)) if fits and pick(True, False) else (),
         )
     found = on_ranks(world, run_cases, cases)
@@ -511,78 +549,3 @@ def test_heads_that_do_not_divide_name_the_nearest() -> None:
         repeats_of_key_heads(15, 5, 4)
     with pytest.raises(UnsupportedError, match="groups of 2 ranks, 4 heads"):
         repeats_of_key_heads(2, 1, 4)
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_operators_of_every_kernel_take_the_arguments(kernel: AttentionKernel, masked: bool) -> None:
-    """Shapes alone: on meta tensors, torch checks the arguments and gives the shapes that the device would."""
-    if masked and not kernel.masks:
-        pytest.skip("takes no mask")
-    q = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(2, 2, 10, 16, dtype=torch.bfloat16, device="meta")
-    mask = torch.empty(2, 1, 6, 10, dtype=torch.bool, device="meta") if masked else None
-    out, lse = kernel.forward(q, k, k, causal=False, mask=mask, scale=0.3)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    grads = kernel.backward(out, q, k, k, out, lse, causal=False, mask=mask, scale=0.3)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
-
-
-def test_kernels_without_grouped_heads_get_them_repeated() -> None:
-    grouped = KERNELS[0]
-    plain = dataclasses.replace(grouped, grouped=False)
-    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
-    options: dict[str, Any] = {"causal": False, "mask": None, "scale": 0.5}
-    out, lse = grouped.forward(q, k, v, **options)
-    assert torch.equal(plain.forward(q, k, v, **options)[0], out)
-    found = plain.backward(torch.ones_like(q), q, k, v, out, lse, **options)
-    for one, other in zip(
-        found, grouped.backward(torch.ones_like(q), q, k, v, out, lse, **options), strict=True
-    ):
-        assert error(one, other) <= BOUND
-
-
-def test_the_choice_goes_by_what_a_kernel_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA rows of the table, on CPU tensors: what torch would say of a device is left out."""
-    rows = [
-        dataclasses.replace(kernel, device="cpu", usable=None)
-        for kernel in KERNELS
-        if kernel.device == "cuda"
-    ]
-    monkeypatch.setattr(attention_kernels, "KERNELS", rows)
-    halves, singles = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 4, 64)
-    assert choose_kernel(halves, halves, masked=False).name == "CUDA flash"
-    assert choose_kernel(halves, halves, masked=True).name == "CUDA efficient"
-    assert choose_kernel(singles, singles, masked=False).name == "CUDA efficient"
-    off = dataclasses.replace(rows[1], usable=lambda parameters, debug: False)
-    monkeypatch.setattr(attention_kernels, "KERNELS", [rows[0], off, rows[2]])
-    assert choose_kernel(halves, halves, masked=True).name == "cuDNN"
-    with pytest.raises(UnsupportedError, match="CUDA flash: takes no mask; CUDA efficient: switched off"):
-        wide = torch.zeros(1, 2, 4, 512, dtype=torch.bfloat16)
-        choose_kernel(wide, wide, masked=True)
-    with pytest.raises(UnsupportedError, match=r"multiple of 8 \(pad it by zeros\)"):
-        choose_kernel(halves[..., :4], halves[..., :4], masked=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kernel", [each for each in KERNELS if each.device == "cuda"], ids=lambda each: each.name
-)
-def test_kernels_of_the_device_agree_with_the_cpu(kernel: AttentionKernel) -> None:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    if device.type != "cuda":
-        pytest.skip("the kernel is of CUDA")
-    q, k, v = (torch.randn(2, heads, 64, 64).to(device, torch.bfloat16) for heads in (4, 2, 2))
-    options: dict[str, Any] = {"causal": True, "mask": None, "scale": 0.125}
-    out, lse = kernel.forward(q, k, v, **options)
-    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, **options)
-    hosts = [tensor.cpu() for tensor in (q, k, v)]
-    wanted, wanted_lse = KERNELS[0].forward(*hosts, **options)
-    wanted_grads = KERNELS[0].backward(torch.ones_like(hosts[0]), *hosts, wanted, wanted_lse, **options)
-    assert error(out.cpu(), wanted) < 2e-2 and error(lse.cpu(), wanted_lse) < 1e-3
-    for grad, other in zip(grads, wanted_grads, strict=True):
-        assert error(grad.cpu(), other) < 3e-2
