@@ -29,7 +29,7 @@ from offload_engine.parallel.ulysses import repeats_of_key_heads, ulysses_attent
 from tests.distributed.ranks import RankFailedError, on_ranks
 
 multiproc = pytest.mark.multiproc
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(110)]
 
 BOUND = 2e-6
 BOUNDS = {torch.float32: BOUND, torch.float64: 4e-15, torch.bfloat16: 2e-2}
