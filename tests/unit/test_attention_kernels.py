@@ -13,6 +13,8 @@ from offload_engine.errors import UnsupportedError
 from offload_engine.parallel import attention_kernels
 from offload_engine.parallel.attention_kernels import KERNELS, AttentionKernel, choose_kernel
 
+pytestmark = pytest.mark.slow
+
 
 def error(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, relative to the largest value."""
