@@ -202,11 +202,15 @@ class Bucket:
                 slab = slabs.allocate(f"spare {kind} of bucket {self.name}", array.nbytes, pinned=False)
                 self.spare[kind] = slab.view(array.dtype)
 
-    def give_back_spare(self, slabs: SlabAllocator) -> None:
-        """Let the arrays of `spare` go, after the last update that was made in them. Between steps only."""
+    def wait_gradient_reader(self) -> None:
+        """Block the host until no update reads the host gradient any more: who writes it from here comes after."""
         if self.gradient_reader is not None:
             with suppress(KernelError):  # a failed update is told to who reads its bucket
                 self.gradient_reader.wait()
+
+    def give_back_spare(self, slabs: SlabAllocator) -> None:
+        """Let the arrays of `spare` go, after the last update that was made in them. Between steps only."""
+        self.wait_gradient_reader()
         for kind in self.spare:
             slabs.release(f"spare {kind} of bucket {self.name}")
         self.spare.clear()

@@ -320,9 +320,7 @@ class UpdatePipeline:
         for bucket in self._buckets:
             with suppress(KernelError):
                 self.wait_bucket(bucket)
-            if bucket.gradient_reader is not None:
-                with suppress(KernelError):
-                    bucket.gradient_reader.wait()
+            bucket.wait_gradient_reader()
         self._log.reap()
 
     def forget(self) -> None:

@@ -95,6 +95,7 @@ class GradientExchange:
             by_bucket.setdefault(entry.bucket_index, []).append(entry)
         for index in sorted(by_bucket):
             bucket = self._buckets[index]
+            bucket.wait_gradient_reader()  # nothing else has, where this rank has not used the bucket
             for entry in by_bucket[index]:
                 self._fill(bucket, entry, there=entry.index in here, wide=index in wide)
             array = self._gradients.sums_of(bucket) if index in wide else bucket.grad

@@ -254,7 +254,7 @@ class GradientStore:
         """Start the copy of sums to the host: into the slab in fp32, else into the fp32 accumulator."""
         assert bucket.grad is not None
         wide = bucket.layout.dtype is torch.float32
-        total = bucket.grad if wide else self._accumulator(bucket)
+        total = bucket.grad if wide else self.sums_of(bucket)
         pairs = [(bucket.span(entry, total), self.device_sums.sum_of(bucket, entry)) for entry in entries]
         for entry in entries:
             entry.on_device_sum = False
@@ -369,7 +369,7 @@ class GradientStore:
             total = bucket.grad
         else:
             landing = bucket.grad
-            total = self._accumulator(bucket)
+            total = self.sums_of(bucket)
             before = self._fill_accumulator(bucket, [e for e, _ in items if not e.in_accumulator])
             for entry, _ in items:
                 entry.in_accumulator = True
@@ -385,7 +385,8 @@ class GradientStore:
         else:
             self._summing[bucket.index] = added
 
-    def _accumulator(self, bucket: Bucket) -> torch.Tensor:
+    def sums_of(self, bucket: Bucket) -> torch.Tensor:
+        """Return the fp32 sums of a bucket in another dtype, allocated if they are not there yet."""
         if bucket.accumulator is None:
             slab = self._slabs.allocate(f"gradient sum {bucket.name}", 4 * bucket.numel, pinned=False)
             bucket.accumulator = slab.view(torch.float32)
@@ -482,10 +483,6 @@ class GradientStore:
             entry.grad_seen_version = entry.grad_view._version
         if not failed:
             self.after_backward()
-
-    def sums_of(self, bucket: Bucket) -> torch.Tensor:
-        """Return the fp32 sums of a bucket in another dtype, allocated if they are not there yet."""
-        return self._accumulator(bucket)
 
     def _give_back(self) -> None:
         """Put back into `param.grad` what no new gradient came for: `torch.autograd.grad` leaves none there."""

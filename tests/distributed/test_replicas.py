@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offload_engine as oe
+from offload_engine import kernels
 from offload_engine.config import ParallelConfig
 from offload_engine.parallel.collectives import host_group, watchdog_of
 from offload_engine.replicas import Replicas
@@ -196,10 +198,35 @@ def test_replicas_in_half_precision_are_the_same_bits_on_all_ranks(
     compare(found, alone(variant, tuple(config.items())), 0.1, 0.05)
 
 
-def _uneven() -> dict[str, Any]:
-    """Rank 1 alone uses `extra`, and has no rows for `down`; in the last step nobody uses either."""
+def _delay_updates_of(engine: oe.OffloadEngine, param: nn.Parameter) -> None:
+    lane: Any = engine._updates._lane
+    (bucket,) = [each for each in engine._buckets if any(entry.param is param for entry in each.entries)]
+
+    class Late:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lane, name)
+
+        def update(self, rule: Any, master: torch.Tensor, *args: Any, rank: int) -> Any:
+            *others, after = args
+            if master.data_ptr() == bucket.working.data_ptr():
+                start = kernels.load().Event.manual()
+                threading.Timer(1.0, lambda: start.signal(0, 0)).start()
+                after = [*after, start]
+            return lane.update(rule, master, *others, after, rank=rank)
+
+    engine._updates._lane = Late()  # type: ignore[assignment]
+
+
+def _uneven(late: bool = False) -> dict[str, Any]:
+    """Rank 1 alone uses `extra`, and has no rows for `down`.
+
+    Args:
+        late: on rank 1, the updates of `down` start after the next backward, if nobody waits for them.
+    """
     rank, world = rank_and_world()
-    model, _, engine = make()
+    model, _, engine = make(lookahead_bytes=1)  # what is fetched ahead waits for its update, too
+    if late and rank == 1:
+        _delay_updates_of(engine, model.down.weight)
     seen: list[Any] = []
     for step in range(3):
         total = torch.zeros(())
@@ -218,6 +245,15 @@ def test_a_gradient_on_one_rank_is_a_mean_with_zeros_on_all() -> None:
     found = on_ranks(2, _uneven)
     assert compare(found, _uneven(), 2e-6, 1e-4) > 0
     assert "extra.weight" in found[0]["seen"][0] and "down.weight" in found[1]["seen"][0]
+
+
+def test_a_mean_waits_for_the_update_that_reads_the_last_one() -> None:
+    """On a rank that does not use a parameter nothing else has waited for its update when the next mean is made."""
+    expected = on_ranks(2, _uneven)
+    found = on_ranks(2, functools.partial(_uneven, late=True))
+    for rank in range(2):
+        for name, value in expected[rank]["masters"].items():
+            assert torch.equal(found[rank]["masters"][name], value), name
 
 
 def _against_ddp(ours: bool) -> list[torch.Tensor]:
