@@ -19,16 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload_engine.errors import ConfigError, RankError
+from offload_engine.errors import ConfigError, OffloadEngineError, RankError
 from offload_engine.parallel.watchdog import Watchdog
 
 __all__ = [
     "RankGroup",
     "compare_ranks",
+    "gather_rows",
+    "group_rank",
+    "group_size",
     "host_group",
     "process_group",
     "rank_and_world",
     "source_digest",
+    "told",
     "watchdog_of",
 ]
 
@@ -143,11 +147,59 @@ class _Watched:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._on is not None:
             self._on.__exit__(None, None, None)
-        if isinstance(error, RuntimeError):
-            raise RankError(
-                f"{self._words} failed: {str(error).splitlines()[0]}. Another rank has ended or cannot be reached; its "
-                f"own output says why. Start all ranks again, from the last checkpoint."
-            ) from error
+        _tell(self._words, error)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group; 1 for None, which is this process alone."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Return this rank's number in a group; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> torch.Tensor:
+    """Return what every rank has, one row a rank, in their order. Nothing flows back through it.
+
+    Args:
+        tensor: of one shape and dtype on all ranks.
+        what: for the message of a RankError.
+
+    Returns:
+        (ranks, *shape), memory of its own.
+    """
+    if group is None or group_size(group) == 1:
+        return tensor.detach().clone().unsqueeze(0)
+    gathered = tensor.new_empty((group_size(group), *tensor.shape))
+    with told(what, group):
+        _all_gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group)
+    return gathered
+
+
+@contextmanager
+def told(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Say what an exchange was about when the backend gives it up.
+
+    Raises:
+        RankError: in the place of the backend's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        _tell(f"the exchange of {what} between ranks {ranks}", error)
+        raise
+
+
+def _tell(words: str, error: BaseException | None) -> None:
+    """Raise a RankError if a backend has raised this one."""
+    if isinstance(error, RuntimeError) and not isinstance(error, OffloadEngineError):
+        raise RankError(
+            f"{words} failed: {str(error).splitlines()[0]}. Another rank has ended, cannot be reached, or sends "
+            f"another number of elements; its own output says why. Start all ranks again, from the last checkpoint."
+        ) from error
 
 
 def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -7,8 +7,7 @@ Every exchange raises RankError when the backend says that another rank is gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload_engine.errors import ConfigError, RankError
+from offload_engine.errors import ConfigError
+from offload_engine.parallel.collectives import gather_rows, group_size, told
 
 __all__ = [
     "ContextGroups",
     "RingShift",
     "compare_calls",
     "context_groups",
-    "gather_parts",
-    "group_rank",
-    "group_size",
     "swap_even",
 ]
 
@@ -38,16 +35,6 @@ class ContextGroups:
     """Passes keys and values around."""
     ulysses: dist.ProcessGroup | None
     """Exchanges heads for tokens; its ranks follow one another in the group that was cut up."""
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks of a group."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def group_rank(group: dist.ProcessGroup | None) -> int:
-    """Return this rank's number in a group."""
-    return 0 if group is None else dist.get_rank(group)
 
 
 def context_groups(group: dist.ProcessGroup | None, ulysses: int) -> ContextGroups:
@@ -99,7 +86,7 @@ class RingShift:
         ranks = dist.get_process_group_ranks(group)
         own = dist.get_rank(group)
         after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
-        with _told("keys and values", group):
+        with told("keys and values", group):
             self._works: list[Any] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, self._sent, after, group),
@@ -109,7 +96,7 @@ class RingShift:
 
     def wait(self) -> Tensor:
         """Return what came, once both ways are done."""
-        with _told("keys and values", self._group):
+        with told("keys and values", self._group):
             for work in self._works:
                 work.wait()
         return self._received
@@ -125,27 +112,9 @@ def swap_even(pieces: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return pieces
     sent = pieces.contiguous()
     received = sent.new_empty(sent.shape)
-    with _told("heads", group):
+    with told("heads", group):
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
     return received
-
-
-def gather_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return what every rank has, one row a rank, in their order. Nothing flows back through it.
-
-    Args:
-        tensor: of one shape and dtype on all ranks.
-
-    Returns:
-        (ranks, *shape).
-    """
-    if group is None or group_size(group) == 1:
-        return tensor.detach().unsqueeze(0)
-    gathered = tensor.new_empty((group_size(group), *tensor.shape))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-    with _told("documents and shapes", group):
-        gather(gathered.view(-1), tensor.detach().reshape(-1).contiguous(), group=group)
-    return gathered
 
 
 def compare_calls(facts: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
@@ -162,7 +131,9 @@ def compare_calls(facts: Mapping[str, int], group: dist.ProcessGroup | None) -> 
     """
     if group is None or group_size(group) == 1:
         return
-    rows = gather_parts(torch.tensor(list(facts.values()), dtype=torch.int64), group).tolist()
+    rows = gather_rows(
+        torch.tensor(list(facts.values()), dtype=torch.int64), group, "documents and shapes"
+    ).tolist()
     ranks = dist.get_process_group_ranks(group)
     for row, rank in zip(rows, ranks, strict=True):
         differing = [
@@ -175,16 +146,3 @@ def compare_calls(facts: Mapping[str, int], group: dist.ProcessGroup | None) -> 
                 f"ranks {ranks} share a sequence, but call attention differently: {'; '.join(differing)}. Give all of "
                 f"them the same arguments, and the parts of one zigzag_split()."
             )
-
-
-@contextmanager
-def _told(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Say what an exchange was about when the backend gives it up."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            f"the exchange of {what} between ranks {dist.get_process_group_ranks(group)} failed: "
-            f"{str(error).splitlines()[0]}. Another rank has ended, cannot be reached, or sends another number of "
-            f"tokens; its own output says why. Start all ranks again, from the last checkpoint."
-        ) from error

@@ -24,13 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload_engine.errors import ConfigError, UnsupportedError
-from offload_engine.parallel.expert_exchange import (
-    exchange_counts,
-    exchange_rows,
-    gather_small,
-    group_rank,
-    group_size,
-)
+from offload_engine.parallel.collectives import gather_rows, group_rank, group_size
+from offload_engine.parallel.expert_exchange import exchange_counts, exchange_rows
 
 __all__ = [
     "ExpertRanks",
@@ -207,7 +202,7 @@ def router_losses(routing: Routing, ranks: ExpertRanks) -> RouterLosses:
     # fp64: numbers of tokens stay exact beside sums of probabilities, so that one exchange does for all of them.
     sums = torch.cat((counts_X.double(), probs_X.detach().double(), squares.detach().double().reshape(1)))
     sums = torch.cat((sums, sums.new_tensor([tokens])))
-    whole = _sum_in_order(gather_small(sums, ranks.data_group))
+    whole = _sum_in_order(gather_rows(sums, ranks.data_group, "sums of the router"))
     total = whole[-1].clamp(min=1)
     shares_X = whole[:experts] / (total * choices)
     weights_X = shares_X * (experts / total)
@@ -243,7 +238,7 @@ def keep_within_capacity(experts_NK: Tensor, rule: RoutingRule, ranks: ExpertRan
     # One number for each choice and expert; a stable sort by it numbers the tokens that have it in common.
     pairs = (experts_NK + experts * torch.arange(choices, device=experts_NK.device)).T.reshape(-1)
     counts = torch.bincount(pairs, minlength=choices * experts)
-    counts_RKX = gather_small(counts.view(choices, experts), ranks.data_group)
+    counts_RKX = gather_rows(counts.view(choices, experts), ranks.data_group, "sums of the router")
     capacity = rule.capacity(int(counts_RKX.sum()) // choices, experts)
     assert capacity is not None
     totals_KX = counts_RKX.sum(dim=0)

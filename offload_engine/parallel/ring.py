@@ -24,13 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from offload_engine.errors import ConfigError, UnsupportedError
 from offload_engine.parallel.attention_kernels import AttentionKernel, choose_kernel
+from offload_engine.parallel.collectives import gather_rows, group_rank, group_size
 from offload_engine.parallel.context import zigzag_positions
 from offload_engine.parallel.context_exchange import (
     RingShift,
     compare_calls,
-    gather_parts,
-    group_rank,
-    group_size,
 )
 
 __all__ = ["attention_facts", "check_attention", "merge_attention", "ring_attention"]
@@ -90,7 +88,9 @@ def ring_attention(
         scale=scale,
         kernel=choose_kernel(q, k, masked=masked),
         lengths=None if lengths is None else lengths.to(q.device),
-        documents_RBS=None if documents is None else gather_parts(documents.to(q.device), group),
+        documents_RBS=None
+        if documents is None
+        else gather_rows(documents.to(q.device), group, "documents and shapes"),
     )
     attended: Tensor = _RingAttention.apply(q, k, v, job)  # type: ignore[no-untyped-call]
     return attended

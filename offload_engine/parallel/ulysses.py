@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload_engine.errors import UnsupportedError
-from offload_engine.parallel.context_exchange import compare_calls, gather_parts, group_size, swap_even
+from offload_engine.parallel.collectives import gather_rows, group_size
+from offload_engine.parallel.context_exchange import compare_calls, swap_even
 from offload_engine.parallel.ring import attention_facts, check_attention, ring_attention
 
 __all__ = ["repeats_of_key_heads", "ulysses_attention"]
@@ -66,7 +67,9 @@ def ulysses_attention(
             k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
         q, k, v = (_tokens_for_heads(part, group) for part in (q, k, v))
         if documents is not None:
-            documents = gather_parts(documents.to(q.device), group).transpose(0, 1).flatten(1)
+            documents = (
+                gather_rows(documents.to(q.device), group, "documents and shapes").transpose(0, 1).flatten(1)
+            )
     out = ring_attention(q, k, v, ring, causal=causal, scale=scale, lengths=lengths, documents=documents)
     return _heads_for_tokens(out, group) if U > 1 else out
 
