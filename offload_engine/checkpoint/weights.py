@@ -1,8 +1,8 @@
 """Values of a model that was built on the meta device, read from safetensors files straight into the host slabs.
 
 Called by the engine at set-up, with any mapping from names to tensors: one tensor is asked for at a time, and let go of
-before the next, so that the host never holds the model twice. Invariant: all names are checked before memory is taken,
-and the model changes only after every value has been read.
+before the next, so that the host never holds the model twice. Invariant: all names are checked before memory is taken;
+parameters change only after every value has been read, and on an error buffers are given back as they were.
 """
 
 from __future__ import annotations

@@ -122,11 +122,16 @@ class Watchdog:
             self._publish(ended=True)
         except Exception as error:  # the store is gone, and with it the rank that kept it
             waiting = self._waiting
-            if not self._stop.is_set() and waiting is not None:
-                self._end(
-                    f"rank {self._rank} waits in '{waiting.what}', and the store that all ranks share is gone "
-                    f"({error}): the process that keeps it, rank 0 or its launcher, has ended. Look at its output."
-                )
+            if self._stop.is_set():
+                return
+            lost = (
+                f"rank {self._rank} has lost the store that all ranks share ({error}): the process that keeps it, rank "
+                f"0 or its launcher, has ended. Look at its output."
+            )
+            if waiting is not None:
+                self._end(f"{lost} It waits in '{waiting.what}'.")
+            else:
+                _log.warning(f"{lost} Nobody watches this rank's exchanges any more.")
 
     def _publish(self, ended: bool = False) -> None:
         self._beats += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import multiprocessing
+import queue
 import tempfile
 import time
 import traceback
@@ -80,7 +81,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_
                 try:
                     rank, fine, value = answers.get(timeout=0.5)
                     got[rank] = fine, value
-                except Exception:
+                except queue.Empty:
                     if all(not process.is_alive() for process in processes) and answers.empty():
                         break
                 if any(not fine for fine, _ in got.values()):

@@ -277,6 +277,20 @@ def test_a_rank_that_is_busy_is_waited_for(watched: Any, caplog: pytest.LogCaptu
     assert "They are alive, and are waited for." in caplog.text
 
 
+def test_a_watchdog_that_has_lost_its_store_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """From then on nobody names who is missing."""
+    caplog.set_level("WARNING", logger="offload_engine")
+
+    class Lost(Store):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+    dog = Watchdog(Lost(), 3, period_s=0.01)
+    dog._thread.join(5)
+    dog.close()
+    assert caplog.text.count("rank 3 has lost the store that all ranks share (Broken pipe)") == 1
+
+
 def test_patience_has_an_end() -> None:
     store, said, ended = Store(), [], threading.Event()
 
@@ -350,7 +364,7 @@ def _killed(who: int) -> str:
     return "not reached"
 
 
-def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path) -> None:
     """The others end by an error of the backend's that names the exchange, or by the watchdog's exit code."""
     processes, answers = start_ranks(3, _killed, 1, folder=tmp_path)
     processes[1].join(60)  # the first to start waits for the server, which imports torch
