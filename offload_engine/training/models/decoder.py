@@ -6,6 +6,8 @@ Shapes: B sequences, T tokens, D model width, H query heads, K key/value heads, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +42,9 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.kv_heads != self.heads,
         )
-        out_BTD: Tensor = self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))
+        out_BTD: Tensor = self.out(
+            mixed_BHTE.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim)
+        )
         return out_BTD
 
 
@@ -72,6 +76,13 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
         ffn_BTD: Tensor = self.ffn(self.ffn_norm(x_BTD))
         return x_BTD + ffn_BTD
+
+
+def run_block(block: nn.Module, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, checkpointing: str) -> Any:
+    """Return what a block gives; with activation checkpointing only its input is kept for backward."""
+    if checkpointing == "none" or not torch.is_grad_enabled():
+        return block(x_BTD, cos_TE, sin_TE)
+    return checkpoint(block, x_BTD, cos_TE, sin_TE, use_reentrant=checkpointing == "block_reentrant")
 
 
 class Decoder(nn.Module):
@@ -112,13 +123,8 @@ class Decoder(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         cos_TE = self.cos_TE[:length].to(x_BTD.dtype)
         sin_TE = self.sin_TE[:length].to(x_BTD.dtype)
-        kind = self.config.activation_checkpointing
-        recompute = kind != "none" and torch.is_grad_enabled()
         for block in self.blocks:
-            if recompute:
-                x_BTD = checkpoint(block, x_BTD, cos_TE, sin_TE, use_reentrant=kind == "block_reentrant")
-            else:
-                x_BTD = block(x_BTD, cos_TE, sin_TE)
+            x_BTD = run_block(block, x_BTD, cos_TE, sin_TE, self.config.activation_checkpointing)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from offload_engine.errors import ConfigError
 from offload_engine.parallel.expert import (
@@ -29,7 +28,7 @@ from offload_engine.parallel.expert import (
     run_experts,
 )
 from offload_engine.training.config import DecoderConfig
-from offload_engine.training.models.decoder import Attention, Block, FeedForward, rotary_table
+from offload_engine.training.models.decoder import Attention, Block, FeedForward, rotary_table, run_block
 
 __all__ = ["MoEBlock", "MoEConfig", "MoEDecoder", "MoEFeedForward", "MoEOutput"]
 
@@ -219,12 +218,8 @@ class MoEDecoder(nn.Module):
         sin_TE = self.sin_TE[:length].to(x_BTD.dtype)
         share_2 = torch.zeros(2, device=x_BTD.device)
         whole_2 = torch.zeros(2, device=x_BTD.device)
-        kind = self.config.decoder.activation_checkpointing
         for block in self.blocks:
-            if kind != "none" and torch.is_grad_enabled():
-                out = checkpoint(block, x_BTD, cos_TE, sin_TE, use_reentrant=kind == "block_reentrant")
-            else:
-                out = block(x_BTD, cos_TE, sin_TE)
+            out = run_block(block, x_BTD, cos_TE, sin_TE, self.config.decoder.activation_checkpointing)
             if isinstance(out, Tensor):
                 x_BTD = out
             else:
